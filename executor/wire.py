@@ -1,0 +1,489 @@
+"""Everything that crosses the pod's edge: requests, answers, events and binary frames. Needs msgspec only.
+
+Requests refuse unknown fields; answers and events let them pass, so that an old client survives a new executor.
+Durations are seconds, sizes bytes, times RFC 3339 in UTC.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+PROTOCOL: Final = "sojourn.v1"
+POD_HEADER: Final = "Sandbox-Pod"
+LEASE_HEADER: Final = "Sandbox-Lease-Sec"
+OFFSET_HEADER: Final = "Sandbox-Output-Offset"
+JSON_TYPE: Final = "application/json"
+NDJSON_TYPE: Final = "application/x-ndjson"
+FRAMES_TYPE: Final = "application/vnd.sojourn.frames"
+
+MiB: Final = 1 << 20
+MAX_TIMEOUT_SEC: Final = 86_400.0
+MAX_GRACE_SEC: Final = 60.0
+MAX_OUTPUT_BYTES: Final = 64 * MiB
+DEFAULT_OUTPUT_BYTES: Final = 10 * MiB
+MAX_ARG_BYTES: Final = 131_071  # the kernel's MAX_ARG_STRLEN less the final NUL: one argv or env entry (execve(2))
+CHUNK_BYTES: Final = 65_536  # the most that one output event or frame carries
+HEARTBEAT_SEC: Final = 15.0  # at most this long between two events of an open stream
+
+# A process id may stand in a path, a label and a file name.
+PROCESS_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+
+Reason = Literal[
+    "exited", "signaled", "timeout", "no_output_timeout", "cancelled", "oom_killed", "pids_exhausted", "spawn_failed",
+    "executor_restarted", "lost",
+]  # fmt: skip
+StreamName = Literal["stdout", "stderr"]
+Encoding = Literal["text", "base64"]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what callers send: an unknown field is refused and named."""
+
+
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ExecRequest(Request, frozen=True):
+    """One command, for `/v1/exec` and `/v1/processes` alike."""
+
+    command: str | list[str]  # argv, or a script for `bash -c` (`sh -c` where bash is missing)
+    cwd: str | None = None  # absolute, or relative to the workspace; None: the workspace
+    env: dict[str, str] = {}  # added to, and winning over, what the pod gives every command
+    stdin: str | None = None
+    stdin_base64: str | None = None
+    stdin_open: bool | None = None  # keep stdin open for `/stdin` calls; None: only for background processes without stdin
+    user: str | None = None
+    timeout_sec: float | None = None  # > 0, at most MAX_TIMEOUT_SEC
+    no_output_timeout_sec: float | None = None
+    grace_sec: float = 2.0  # from TERM to KILL
+    max_output_bytes: int = DEFAULT_OUTPUT_BYTES  # kept of each stream: head and tail; a stream's reader gets all of it
+    merge_output: bool = False  # stderr into stdout's pipe, in the order written
+    encoding: Encoding = "text"
+    id: str | None = None  # the caller's name for the process; the same id again joins instead of running
+    on_disconnect: Literal["continue", "kill"] = "continue"
+
+
+class SignalRequest(Request, frozen=True):
+    signal: str | int  # "INT", "SIGINT" or 2
+    to: Literal["leader", "tree"] = "tree"
+
+
+class LeaseTermsBody(Request, frozen=True):
+    quiet_sec: float | None = None  # of no work, after which the pod ends itself
+    hard_end_sec: float | None = None  # from now; the pod ends then whatever it does
+
+
+class FileBody(Request, frozen=True):
+    path: str
+    content: str | None = None
+    content_base64: str | None = None
+    mode: int | None = None
+
+
+class BindRequest(Request, frozen=True):
+    """Gives an unclaimed pod its one identity, with the environment and files of the claim."""
+
+    sandbox_id: str
+    task_id: str | None = None
+    env: dict[str, str] = {}
+    secrets: dict[str, str] = {}  # environment too, never shown again
+    files: list[FileBody] = []
+    lease: LeaseTermsBody = LeaseTermsBody()
+
+
+class LeaseRequest(Request, frozen=True):
+    quiet_sec: float | None = None
+    hard_end_sec: float | None = None
+    unclaimed_sec: float | None = None  # a pool pod's own deadline, from now
+
+
+class MkdirRequest(Request, frozen=True):
+    path: str
+    parents: bool = True
+    mode: int = 0o755
+
+
+class MoveRequest(Request, frozen=True):
+    source: str
+    target: str
+    overwrite: bool = False
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ResourceUse(msgspec.Struct, frozen=True):
+    """wait4(2)'s figures for the command and the descendants that it waited for."""
+
+    user_ms: float
+    system_ms: float
+    max_rss_bytes: int  # never under the spawn helper's own, some MiB: the kernel carries the high-water mark over vfork
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """How a command ended, with its output.
+
+    With `encoding` "base64" the output is in `stdout_base64` and `stderr_base64`, and `stdout`/`stderr` are absent."""
+
+    id: str
+    pid: int | None
+    exit_code: int  # 128 + n for a signal, also after a timeout; 127 not found, 126 not executable
+    signal: str | None  # "SIGKILL"
+    reason: Reason
+    message: str | None = None  # for people: "timed out after 10 s"
+    timed_out: bool
+    stdout: str | msgspec.UnsetType = msgspec.UNSET
+    stderr: str | msgspec.UnsetType = msgspec.UNSET
+    stdout_base64: str | msgspec.UnsetType = msgspec.UNSET
+    stderr_base64: str | msgspec.UnsetType = msgspec.UNSET
+    stdout_bytes: int  # produced in total
+    stderr_bytes: int
+    truncated: bool
+    descendants_left: bool
+    started_at: str
+    duration_ms: float
+    usage: ResourceUse
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A command's state; the outcome's fields are null while it runs."""
+
+    id: str
+    pid: int | None
+    state: Literal["starting", "running", "ended"]
+    command: str | list[str]
+    started_at: str
+    exit_code: int | None = None
+    signal: str | None = None
+    reason: Reason | None = None
+    message: str | None = None
+    timed_out: bool = False
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    truncated: bool = False
+    descendants_left: bool = False
+    duration_ms: float = 0.0
+    usage: ResourceUse | None = None
+
+
+class ProcessList(msgspec.Struct, frozen=True):
+    processes: list[ProcessInfo]
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    name: str  # undecodable bytes as surrogate escapes are sent as `name_base64` instead, `name` then being a rendering
+    path: str
+    type: Literal["file", "directory", "symlink", "fifo", "socket", "char_device", "block_device", "unknown"]
+    size: int
+    mode: int  # permission bits
+    uid: int
+    gid: int
+    mtime: str
+    etag: str | None = None
+    target: str | None = None  # a symlink's
+    name_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class FileList(msgspec.Struct, frozen=True, kw_only=True):
+    entries: list[FileEntry]
+    truncated: bool = False
+    next: str | None = None  # give as `after=` for the next page
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    working_set_bytes: int  # usage less inactive page cache, as kubelet counts it
+    usage_bytes: int
+    limit_bytes: int | None
+    oom_kills: int
+    source: str  # "cgroup2", "cgroup1" or "processes"
+
+
+class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    usage_ms: float  # since the pod's start, all cores
+    throttled_ms: float
+    limit_cores: float | None
+    cores: int
+    source: str
+
+
+class PidsUse(msgspec.Struct, frozen=True, kw_only=True):
+    current: int
+    limit: int | None
+    source: str
+
+
+class DiskUse(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    used_bytes: int
+    limit_bytes: int
+    inodes_used: int
+    inodes_limit: int
+
+
+class ProcessUse(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    ppid: int
+    name: str
+    user: str
+    rss_bytes: int
+    cpu_ms: float
+    threads: int
+    process_id: str | None = None  # of ours, where the tree it belongs to is known
+
+
+class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
+    at: str
+    memory: MemoryUse
+    cpu: CpuUse
+    pids: PidsUse
+    disk: DiskUse
+    processes: list[ProcessUse]
+    processes_truncated: bool = False
+
+
+class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
+    bound: bool
+    sandbox_id: str | None
+    boot_id: str  # this executor's life
+    operations: int  # under way now
+    running: int  # commands and background processes
+    quiet_for_sec: float  # 0 while work runs
+    quiet_left_sec: float | None  # None: no such deadline
+    hard_left_sec: float | None
+    unclaimed_left_sec: float | None
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The open answer of `/healthz` and `/readyz`: no ids."""
+
+    status: Literal["ok", "starting", "degraded", "shutting_down"]
+    message: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    message: str
+    retryable: bool
+    details: dict[str, Any] = {}
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+# ── events of a streamed command ────────────────────────────────────────────────────────────────────────────────
+
+
+class Started(msgspec.Struct, frozen=True, tag="started", kw_only=True):
+    id: str
+    pid: int | None
+    joined: bool = False
+
+
+class _Output(msgspec.Struct, frozen=True, kw_only=True):
+    offset: int  # bytes of this stream before this piece, counted from the command's start
+    end_offset: int
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    data_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class StdoutEvent(_Output, frozen=True, tag="stdout"):
+    pass
+
+
+class StderrEvent(_Output, frozen=True, tag="stderr"):
+    pass
+
+
+class Gap(msgspec.Struct, frozen=True, tag="gap", kw_only=True):
+    """`bytes` of the stream from `offset` on were dropped; the next piece starts after them."""
+
+    stream: StreamName
+    offset: int
+    bytes: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
+    at: str
+
+
+class Exit(msgspec.Struct, frozen=True, tag="exit", kw_only=True):
+    """The one terminal event: `ExecResult` less the output."""
+
+    id: str
+    pid: int | None
+    exit_code: int
+    signal: str | None
+    reason: Reason
+    message: str | None = None
+    timed_out: bool
+    stdout_bytes: int
+    stderr_bytes: int
+    truncated: bool
+    descendants_left: bool
+    started_at: str
+    duration_ms: float
+    usage: ResourceUse
+
+
+class StreamError(msgspec.Struct, frozen=True, tag="error", kw_only=True):
+    """The stream ends without an outcome; the command's id still has it, or will."""
+
+    error: ErrorBody
+
+
+CommandEvent = Started | StdoutEvent | StderrEvent | Gap | Heartbeat | Exit | StreamError
+
+
+# ── binary frames: type byte, 4-byte big-endian length, payload ─────────────────────────────────────────────────
+
+FRAME_STARTED: Final = 0x01
+FRAME_STDOUT: Final = 0x02  # 8-byte big-endian offset, bytes
+FRAME_STDERR: Final = 0x03
+FRAME_HEARTBEAT: Final = 0x04
+FRAME_GAP: Final = 0x05
+FRAME_EXIT: Final = 0x06
+FRAME_ERROR: Final = 0x07
+FRAME_START: Final = 0x10
+FRAME_STDIN: Final = 0x11
+FRAME_STDIN_EOF: Final = 0x12
+FRAME_SIGNAL: Final = 0x13
+FRAME_RESIZE: Final = 0x14
+FRAME_PONG: Final = 0x15
+MAX_FRAME_BYTES: Final = 16 * MiB
+
+
+class OutputFrame(msgspec.Struct, frozen=True):
+    """Decoded 0x02 or 0x03."""
+
+    stream: StreamName
+    offset: int
+    data: bytes
+
+
+FrameEvent = Started | OutputFrame | Gap | Heartbeat | Exit | StreamError
+
+
+class MalformedFrame(ValueError):
+    """Bytes that are no frame of ours. The stream cannot be read on."""
+
+
+_JSON_FRAMES: Final[dict[int, Any]] = {
+    FRAME_STARTED: Started,
+    FRAME_HEARTBEAT: Heartbeat,
+    FRAME_GAP: Gap,
+    FRAME_EXIT: Exit,
+    FRAME_ERROR: StreamError,
+}
+_FRAME_OF: Final[dict[type, int]] = {kind: code for code, kind in _JSON_FRAMES.items()}
+_DECODERS: Final = {code: msgspec.json.Decoder(kind) for code, kind in _JSON_FRAMES.items()}
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    return kind.to_bytes(1, "big") + len(payload).to_bytes(4, "big") + payload
+
+
+def event_frame(event: Started | Gap | Heartbeat | Exit | StreamError) -> bytes:
+    return frame(_FRAME_OF[type(event)], _ENCODER.encode(event))
+
+
+def output_frame_header(stream: StreamName, offset: int, length: int) -> bytes:
+    """The 13 bytes before a frame's output, so that the output itself need not be copied."""
+    kind = FRAME_STDOUT if stream == "stdout" else FRAME_STDERR
+    return kind.to_bytes(1, "big") + (length + 8).to_bytes(4, "big") + offset.to_bytes(8, "big")
+
+
+def decode_frame(kind: int, payload: bytes) -> FrameEvent | None:
+    """The event in a frame from the executor; None for a kind this version does not know. Raises MalformedFrame."""
+    if kind in (FRAME_STDOUT, FRAME_STDERR):
+        if len(payload) < 8:
+            raise MalformedFrame(f"an output frame of {len(payload)} bytes has no offset")
+        stream: StreamName = "stdout" if kind == FRAME_STDOUT else "stderr"
+        return OutputFrame(stream, int.from_bytes(payload[:8], "big"), payload[8:])
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        return None
+    try:
+        event: FrameEvent = decoder.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as why:
+        raise MalformedFrame(str(why)) from why
+    return event
+
+
+class FrameReader:
+    """Cuts a byte stream into frames; keeps at most one frame's bytes."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._kept = bytearray()
+        self._max = max_bytes
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """The frames completed by `data`. Raises MalformedFrame for one over the bound."""
+        self._kept += data
+        kept, at, frames = self._kept, 0, []
+        while len(kept) - at >= 5:
+            length = int.from_bytes(kept[at + 1 : at + 5], "big")
+            if length > self._max:
+                raise MalformedFrame(f"a frame of {length} bytes is over the bound of {self._max}")
+            if len(kept) - at - 5 < length:
+                break
+            frames.append((kept[at], bytes(kept[at + 5 : at + 5 + length])))
+            at += 5 + length
+        if at:
+            del kept[:at]
+        return frames
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an unfinished frame: not 0 at the end of a stream means that it was cut."""
+        return len(self._kept)
+
+
+# ── checks that the types alone cannot make ─────────────────────────────────────────────────────────────────────
+
+
+def bad_field(request: ExecRequest) -> tuple[str, str] | None:
+    """(field, what is wrong with it) of the first bad field; None where the request can be run.
+
+    Whether the pod allows `user`, and whether `cwd` exists, only the executor can say."""
+    if isinstance(request.command, str):
+        if not request.command.strip():
+            return "command", "is empty"
+    elif not request.command or not request.command[0]:
+        return "command", "needs a program as its first entry"
+    texts = [request.command] if isinstance(request.command, str) else request.command
+    if any("\0" in text for text in texts):
+        return "command", "holds a NUL character, which no program can be given"
+    if request.cwd is not None and (not request.cwd or "\0" in request.cwd):
+        return "cwd", "is empty or holds a NUL character"
+    if (what := bad_env(request.env)) is not None:
+        return "env", what
+    if request.stdin is not None and request.stdin_base64 is not None:
+        return "stdin_base64", "cannot be given beside stdin"
+    if request.user is not None and (not request.user or "\0" in request.user):
+        return "user", "is empty or holds a NUL character"
+    for name in ("timeout_sec", "no_output_timeout_sec"):
+        value = getattr(request, name)
+        if value is not None and not 0 < value <= MAX_TIMEOUT_SEC:
+            return name, f"must be over 0 and at most {MAX_TIMEOUT_SEC:.0f} seconds"
+    if not 0 <= request.grace_sec <= MAX_GRACE_SEC:
+        return "grace_sec", f"must be from 0 to {MAX_GRACE_SEC:.0f} seconds"
+    if not 0 <= request.max_output_bytes <= MAX_OUTPUT_BYTES:
+        return "max_output_bytes", f"must be from 0 to {MAX_OUTPUT_BYTES}"
+    if request.id is not None and not PROCESS_ID.match(request.id):
+        return "id", "must be 1 to 128 of A-Z a-z 0-9 . _ - and start with a letter or digit"
+    return None
+
+
+def bad_env(env: Mapping[str, str]) -> str | None:
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name:
+            return f"has a name that no environment can hold: {name[:80]!r}"
+        if "\0" in value:
+            return f"{name[:80]} holds a NUL character"
+    return None
