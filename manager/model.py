@@ -78,6 +78,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     cpu: float | None = 1.0  # cores
     memory_bytes: int | None = 1 << 30
     pids: int | None = 512
+    disk_bytes: int | None = None  # of the workspace; None: unbounded. A target that cannot bound it refuses
     network: str = "none"
     users: tuple[str, ...] = ("sandbox",)
     pool_min: int = 2
@@ -90,7 +91,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def revision(self) -> str:
         """Changes when anything about the pod changes: pool pods of another revision are replaced, never claimed."""
-        pod_fields = (self.image, self.isolation, self.cpu, self.memory_bytes, self.pids, self.network, self.users)
+        pod_fields = (
+            self.image, self.isolation, self.cpu, self.memory_bytes, self.pids, self.disk_bytes, self.network,
+            self.users,
+        )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(pod_fields)).hexdigest()[:16]
 
 
