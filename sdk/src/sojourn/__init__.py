@@ -1,0 +1,1 @@
+"""Run an agent task's commands in its own isolated sandbox: `Client`, `AsyncClient` and the command line `sojourn`."""
