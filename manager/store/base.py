@@ -79,8 +79,11 @@ class Store(Protocol):
         """All that are not ENDED, of one owner or of everybody."""
         ...
 
-    async def end_binding(self, binding: Binding, ended: PodEnded) -> bool:
-        """-> ENDED, lease and slot given back; the record is kept a week. False: another token or already ended."""
+    async def end_binding(self, binding: Binding, ended: PodEnded, *, if_expired: bool = False) -> bool:
+        """-> ENDED, lease and slot given back; the record is kept a week. False: another token or already ended.
+
+        `if_expired`: only where the lease's until or hard end has passed, checked in the same step; False where it
+        was renewed meanwhile. The reaper ends bindings only so: an operation that began after it looked wins."""
         ...
 
     # leases
