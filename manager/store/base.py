@@ -1,7 +1,7 @@
 """Where bindings, leases, keys and idempotency marks are kept; one Protocol over Redis.
 
-Times are Redis `TIME`, so that a step of this machine's clock ends nothing. Every method raises StoreUnavailable
-when Redis does not answer in time or refuses, and is then safe to repeat.
+Times of leases are Redis `TIME` less the steps that it made, so that nobody's clock ends anything. Every method raises
+StoreUnavailable when Redis does not answer in time or refuses, and is then safe to repeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A sandbox's right to its pod; seconds since the epoch of Redis."""
+    """A sandbox's right to its pod; seconds since the epoch by the store's clock. Compare them only with `now`."""
 
     sandbox_id: str
     until: float
@@ -53,22 +53,29 @@ class Store(Protocol):
         """The task's binding after at most one atomic step.
 
         Where there is none, an ended one, or a `claiming` one older than `claim_sec`, `wanted` (state CLAIMING) is
-        stored with the right `generation` and `previous`, and returned: its token is the caller's. Otherwise the
-        present one is returned unchanged. `slots`: how many sandboxes the owner may hold, this one included; raises
-        QuotaExceeded beyond (details: held, limit)."""
+        stored with the right `generation`, `previous` and `created_at`, and returned: its token is the caller's. The
+        sandbox outlives its pods: where there was a record, its `sandbox_id` stays, so go on with the answer and not
+        with `wanted`. Otherwise the present one is returned unchanged. `slots`: how many sandboxes the owner may hold,
+        this one included (claims that nobody finished in their `claim_sec` are not held); raises QuotaExceeded beyond
+        (details: held, limit)."""
         ...
 
     async def commit_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
-        """CLAIMING -> BOUND with pod and address, with an active lease from now. False: the token is no longer ours."""
+        """CLAIMING -> BOUND with pod, address, profile and target, with an active lease from now. False: the token is
+        no longer ours, and the pod is nobody's."""
         ...
 
     async def abandon_binding(self, binding: Binding) -> None:
-        """Takes a CLAIMING record with this token back, and its slot; no error where it is not there."""
+        """Takes a CLAIMING record with this token back, and its slot: the ended record before it is there again. No
+        error where it is not there."""
         ...
 
     async def adopt_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
-        """Writes a BOUND record found from a pod's labels, with a lease, unless the task has a record that is not
-        ended (False). Keeps an existing lease of the same token."""
+        """Writes a BOUND record found from a pod's labels, with an idle lease. True as well where the task's record
+        is already of this token, CLAIMING or BOUND; an existing lease is kept then.
+
+        False: the task has another record that is not ended, or an ended one of this or a later generation. Then the
+        pod is a stray."""
         ...
 
     async def get_binding(self, owner: Owner, task_id: str) -> Binding | None: ...
@@ -89,8 +96,11 @@ class Store(Protocol):
     # leases
     async def touch_leases(self, holder: str, running: Mapping[str, int]) -> None:
         """For each sandbox id: `holder` has this many operations under way. More than 0: until = max(until, now +
-        active); 0 with no other live holder: until = now + idle. Never past the hard end. Unknown ids are ignored.
-        One pipelined round trip for all."""
+        active); 0 with no other live holder: until = now + idle, so say 0 once, after the last has ended. Never past
+        the hard end. Unknown ids are ignored. One pipelined round trip for all.
+
+        It is also the holder's heartbeat, with an empty mapping too: after HOLDER_SEC (60 s) without one its
+        operations no longer count."""
         ...
 
     async def extend_lease(self, sandbox_id: str, seconds: float) -> None:
@@ -100,16 +110,21 @@ class Store(Protocol):
     async def get_lease(self, sandbox_id: str) -> Lease | None: ...
 
     async def expired_leases(self, limit: int = 100) -> list[Lease]:
-        """Those whose until (or hard end) has passed, oldest first."""
+        """Those whose until (or hard end) has passed, oldest first. None right after a step of Redis' clock: leases
+        are then moved by the step, so that they end when they would have."""
         ...
 
     async def drop_holder(self, holder: str) -> None:
-        """A manager's operations are over: its counts no longer hold leases active."""
+        """A manager's operations are over: leases that it alone held active are idle from now on."""
         ...
 
     # idempotency
-    async def mark(self, owner: Owner, scope: str, key: str, fingerprint: str, pod: str, keep_sec: float) -> IdempotencyMark:
-        """The mark of (owner, scope, key), made now where there was none."""
+    async def mark(
+        self, owner: Owner, scope: str, key: str, fingerprint: str, pod: str, keep_sec: float
+    ) -> IdempotencyMark:
+        """The mark of (owner, scope, key), made now where there was none.
+
+        Repeated after StoreUnavailable it may say `fresh=False` of the caller's own mark."""
         ...
 
     # keys
@@ -131,7 +146,7 @@ class Store(Protocol):
         ...
 
     async def lead(self, name: str, holder: str, seconds: float) -> bool:
-        """Takes or renews the leadership `name` for so long; False where another holds it."""
+        """Takes or renews the leadership `name` for so long; False where another holds it. 0 seconds give it up."""
         ...
 
     async def close(self) -> None: ...
