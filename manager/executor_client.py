@@ -1,0 +1,530 @@
+"""The other half of `executor/wire.py`: calls to the executors in pods.
+
+One small pool of kept-alive connections for each pod, closed when the pod ends. The pod is a hostile server (see
+`executor_answers`): nothing of it is unpacked, followed or kept, every read has a bound and every wait a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Final, Self
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from executor.wire import (
+    CHUNK_BYTES,
+    FRAMES_TYPE,
+    HEARTBEAT_SEC,
+    LEASE_HEADER,
+    MAX_TIMEOUT_SEC,
+    OFFSET_HEADER,
+    POD_HEADER,
+    BindRequest,
+    ExecRequest,
+    ExecResult,
+    Exit,
+    FrameEvent,
+    FrameReader,
+    Health,
+    LeaseInfo,
+    LeaseRequest,
+    MalformedFrame,
+    StreamError,
+    decode_frame,
+)
+from manager.errors import ExecutorUnreachable, OutcomeUnknown, RateLimited
+from manager.executor_answers import (
+    ERROR_BYTES,
+    JSON_BYTES,
+    BadAnswer,
+    ExecutorNotReached,
+    answer_limit,
+    check_event,
+    check_lease,
+    check_result,
+    clean,
+    decoded,
+    refusal,
+)
+
+MARGIN_SEC: Final = 30.0  # beyond a command's own timeout, for an executor that is busy
+STREAM_IDLE_SEC: Final = 3 * HEARTBEAT_SEC  # without a frame: three heartbeats missed
+CONNECT_SEC: Final = 10.0
+CALL_SEC: Final = 15.0  # a call that runs nothing
+FRAME_BYTES: Final = 8 * CHUNK_BYTES  # an honest frame has one chunk and an offset, or a small JSON text
+_TAIL_SEC: Final = 1.0  # from the exit frame to the end of the body, for the connection to be used again
+
+_REQUEST_HEADERS: Final = frozenset(
+    {"accept", "content-length", "content-type", "if-match", "if-none-match", "if-range", "range"}
+)
+_ANSWER_HEADERS: Final = (
+    "Accept-Ranges", "Content-Length", "Content-Range", "Content-Type", "ETag", "Last-Modified", OFFSET_HEADER,
+)  # fmt: skip
+_HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{0,256}\Z")
+_TARGET: Final = re.compile(r"/v1/[\x21-\x7e]*\Z")
+_QUERY: Final = re.compile(r"[\x21-\x7e]*\Z")
+_FORWARDED: Final = frozenset({200, 201, 202, 204, 206, 304})
+
+
+def pod_token(secret: bytes, pod: str) -> str:
+    """The bearer token of the pod with that name: HMAC-SHA-256 in hex. The pod holds only the token's SHA-256."""
+    return hmac.new(secret, b"sojourn-pod\0" + pod.encode(), hashlib.sha256).hexdigest()
+
+
+class PodRef(msgspec.Struct, frozen=True):
+    """Where a pod's executor is, and how long the pod may be quiet."""
+
+    name: str
+    address: str  # "unix:/path" or "http://host:port"
+    lease_sec: int | None = None  # None for a pool pod, whose deadline is pushed on by itself
+
+
+class ForwardedResponse(msgspec.Struct, frozen=True):
+    """An answer to pass on: only headers that an executor has reason to send, the body as it comes."""
+
+    status: int
+    headers: dict[str, str]
+    body: AsyncIterator[bytes]
+
+
+class _Channel:
+    """The connections to one pod, with the headers that never change."""
+
+    __slots__ = ("base", "exec_url", "in_use", "session")
+
+    def __init__(self, pod: PodRef, token: str, connections: int) -> None:
+        connector: aiohttp.BaseConnector
+        if pod.address.startswith("unix:"):
+            connector = aiohttp.UnixConnector(pod.address[5:], limit=connections, keepalive_timeout=60)
+            self.base = URL("http://pod")
+        else:
+            # force_close stays off: a connection that the pod has closed meanwhile shows as one reset, see exec().
+            connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=60, ttl_dns_cache=60)
+            self.base = URL(pod.address)
+        headers = {"Authorization": f"Bearer {token}", POD_HEADER: pod.name, "Accept-Encoding": "identity"}
+        if pod.lease_sec is not None:
+            headers[LEASE_HEADER] = str(pod.lease_sec)
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            headers=headers,
+            skip_auto_headers=("User-Agent",),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=1 << 18,
+            max_line_size=4096,
+            max_field_size=4096,
+            max_headers=64,
+        )
+        self.exec_url = self.base.with_path("/v1/exec")
+        self.in_use = 0
+
+    def __enter__(self) -> Self:
+        self.in_use += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, tb: TracebackType | None) -> None:
+        self.in_use -= 1
+
+
+class _Interrupted(Exception):
+    """The request may have reached the pod; the answer did not reach us whole."""
+
+
+_JSON_POST: Final = {"Content-Type": "application/json"}
+_FRAMES_POST: Final = {"Content-Type": "application/json", "Accept": FRAMES_TYPE}
+
+
+class ExecutorClient:
+    """Calls to executors. One per manager; every method raises ExecutorNotReached where nothing was sent,
+    ExecutorRefused with the executor's own words, and ExecutorUnreachable or OutcomeUnknown for the rest."""
+
+    def __init__(self, secret: bytes, *, max_pods: int = 4096, connections_per_pod: int = 1024) -> None:
+        self._secret = secret
+        self._max_pods = max_pods
+        self._connections = connections_per_pod
+        self._channels: OrderedDict[PodRef, _Channel] = OrderedDict()  # least recently used first
+        self._closing: set[asyncio.Task[None]] = set()
+        self._encode = msgspec.json.Encoder().encode
+        self._result = msgspec.json.Decoder(ExecResult)
+        self._lease = msgspec.json.Decoder(LeaseInfo)
+        self._health = msgspec.json.Decoder(Health)
+
+    # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def exec(self, pod: PodRef, request: ExecRequest) -> ExecResult:
+        """Runs the command and waits for its end; the answer's output is as the executor kept it.
+
+        A connection that breaks after the request was sent is tried once more where the request has an `id`: the
+        executor joins what runs under it. Raises OutcomeUnknown (details: id) where that fails too."""
+        body = self._encode(request)
+        limit = answer_limit(request)
+        timeout = aiohttp.ClientTimeout(total=_total_sec(request), connect=CONNECT_SEC)
+        for last in (False, True):
+            try:
+                with self._channel(pod) as channel, _as_ours():
+                    response = await channel.session.post(
+                        channel.exec_url, data=body, headers=_JSON_POST, timeout=timeout, allow_redirects=False
+                    )
+                    try:
+                        data = await _read(response, limit if response.status == 200 else ERROR_BYTES)
+                    finally:
+                        response.release()
+            except ExecutorNotReached as why:
+                if last:
+                    raise _unknown(request, "the connection broke and the pod is not there any more") from why
+                raise
+            except _Interrupted as why:
+                if last or request.id is None:
+                    raise _unknown(request, f"the connection broke: {why}") from why
+                continue
+            except (BadAnswer, TimeoutError) as why:
+                raise _unknown(request, _words(why)) from why
+            if response.status != 200:
+                raise refusal(response.status, data)
+            try:
+                result = decoded(self._result, data)
+                check_result(result, request.id)
+            except BadAnswer as why:
+                raise _unknown(request, f"the pod's answer is none: {why}") from None
+            return result
+        raise AssertionError("the second try returned or raised")
+
+    @asynccontextmanager
+    async def stream(self, pod: PodRef, request: ExecRequest) -> AsyncIterator[AsyncIterator[FrameEvent]]:
+        """The command's events as they come, ending with Exit; nothing is read before it is asked for.
+
+        The iterator raises OutcomeUnknown (details: id) where the stream ends without Exit. Leaving early closes the
+        connection: what then happens to the command is its `on_disconnect`."""
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SEC)
+        with self._channel(pod) as channel:
+            try:
+                with _as_ours():
+                    async with asyncio.timeout(STREAM_IDLE_SEC):
+                        response = await channel.session.post(
+                            channel.exec_url,
+                            data=self._encode(request),
+                            headers=_FRAMES_POST,
+                            timeout=timeout,
+                            allow_redirects=False,
+                        )
+                        if response.status != 200:
+                            async with response:
+                                raise refusal(response.status, await _read(response, ERROR_BYTES))
+            except (_Interrupted, BadAnswer, TimeoutError) as why:
+                raise _unknown(request, _words(why)) from why
+            frames = _Frames(response, request)
+            events = frames.events()
+            try:
+                yield events
+            finally:
+                try:
+                    await events.aclose()
+                finally:
+                    _let_go(response, whole=frames.complete)
+
+    # ── the pod ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def bind(self, pod: PodRef, request: BindRequest) -> None:
+        """Gives the pod its identity. Safe to repeat with the same one; another: ExecutorRefused `conflict`."""
+        await self._json(pod, "POST", "/v1/bind", self._encode(request))
+
+    async def lease(self, pod: PodRef) -> LeaseInfo:
+        """What runs in the pod, and its deadlines. Renews nothing."""
+        return self._lease_info(await self._json(pod, "GET", "/v1/lease", None))
+
+    async def push_lease(self, pod: PodRef, request: LeaseRequest) -> None:
+        await self._json(pod, "POST", "/v1/lease", self._encode(request))
+
+    async def health(self, pod: PodRef) -> Health:
+        data = await self._json(pod, "GET", "/healthz", None)
+        try:
+            return decoded(self._health, data)
+        except BadAnswer as why:
+            raise ExecutorUnreachable(f"the pod's health is unreadable: {why}") from None
+
+    # ── everything that is passed on as it is ───────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def forward(
+        self,
+        pod: PodRef,
+        method: str,
+        path: str,
+        query: str,
+        headers: Mapping[str, str],
+        body: AsyncIterator[bytes] | bytes | None,
+        *,
+        idle_sec: float | None = STREAM_IDLE_SEC,
+    ) -> AsyncIterator[ForwardedResponse]:
+        """One call to the executor, its body streamed both ways.
+
+        `path` and `query` as they go over the wire, already percent-encoded. `headers`: those that an executor knows
+        are passed on. `idle_sec`: without a byte from the pod for so long, once the request is out; None for an
+        output that is followed. Errors of the executor are raised; an answer to HEAD keeps its status."""
+        if not _TARGET.match(path) or not _QUERY.match(query) or "/../" in f"{path}/" or "/./" in f"{path}/":
+            raise ValueError(f"no path of an executor: {path!r}")
+        timeout = aiohttp.ClientTimeout(total=MAX_TIMEOUT_SEC + MARGIN_SEC, connect=CONNECT_SEC, sock_read=idle_sec)
+        sent = {name: value for name, value in headers.items() if name.lower() in _REQUEST_HEADERS}
+        upload = _Upload(body) if body is not None and not isinstance(body, bytes) else None
+        with self._channel(pod) as channel:
+            url = channel.base.with_path(path, encoded=True)
+            url = URL(f"{url}?{query}", encoded=True) if query else url
+            response: aiohttp.ClientResponse | None = None
+            try:
+                with _as_ours():
+                    response = await channel.session.request(
+                        method,
+                        url,
+                        data=body if upload is None else upload.chunks(),
+                        headers=sent,
+                        timeout=timeout,
+                        allow_redirects=False,
+                    )
+                    if response.status not in _FORWARDED and method != "HEAD":
+                        raise refusal(response.status, await _read(response, ERROR_BYTES))
+                if response.status not in _FORWARDED and response.status not in _ERROR_STATUSES:
+                    raise ExecutorUnreachable(f"the pod answered {response.status}")
+                yield ForwardedResponse(response.status, _answer_headers(response), _chunks(response))
+            except (_Interrupted, BadAnswer, TimeoutError) as why:
+                if upload is not None and upload.failure is not None:
+                    raise upload.failure from None  # it was the caller's body that broke, not the pod
+                raise ExecutorUnreachable(f"the pod broke off: {_words(why)}") from why
+            finally:
+                if response is not None:
+                    _let_go(response, whole=response.content.at_eof())
+
+    # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def forget(self, pod: str) -> None:
+        """Closes the connections to a pod that has ended; calls under way to it fail at once."""
+        for ref in [ref for ref in self._channels if ref.name == pod]:
+            self._close_soon(self._channels.pop(ref))
+
+    async def close(self) -> None:
+        while self._channels:
+            self._close_soon(self._channels.popitem()[1])
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    def _channel(self, pod: PodRef) -> _Channel:
+        channel = self._channels.get(pod)
+        if channel is None:
+            if len(self._channels) >= self._max_pods:
+                self._evict()
+            channel = self._channels[pod] = _Channel(pod, pod_token(self._secret, pod.name), self._connections)
+        else:
+            self._channels.move_to_end(pod)
+        return channel
+
+    def _evict(self) -> None:
+        for ref, channel in self._channels.items():
+            if not channel.in_use:
+                del self._channels[ref]
+                self._close_soon(channel)
+                return
+        raise RateLimited(f"this manager has calls under way to {self._max_pods} pods, as many as it may")
+
+    def _close_soon(self, channel: _Channel) -> None:
+        closing = asyncio.get_running_loop().create_task(channel.session.close(), name="close-pod-connections")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def _lease_info(self, data: bytes) -> LeaseInfo:
+        try:
+            info = decoded(self._lease, data)
+            check_lease(info)
+        except BadAnswer as why:
+            raise ExecutorUnreachable(f"the pod's lease is unreadable: {why}") from None
+        return info
+
+    async def _json(self, pod: PodRef, method: str, path: str, body: bytes | None) -> bytes:
+        """The body of a 200 or 204. For calls that are safe to repeat: one broken connection is tried again."""
+        timeout = aiohttp.ClientTimeout(total=CALL_SEC, connect=CONNECT_SEC)
+        for last in (False, True):
+            try:
+                with self._channel(pod) as channel, _as_ours():
+                    response = await channel.session.request(
+                        method,
+                        channel.base.with_path(path),
+                        data=body,
+                        headers=_JSON_POST if body is not None else None,
+                        timeout=timeout,
+                        allow_redirects=False,
+                    )
+                    try:
+                        data = await _read(response, JSON_BYTES if response.status == 200 else ERROR_BYTES)
+                    finally:
+                        response.release()
+                if response.status not in (200, 204):
+                    raise refusal(response.status, data)
+                return data
+            except (_Interrupted, BadAnswer, TimeoutError) as why:
+                if last or not isinstance(why, _Interrupted):
+                    raise ExecutorUnreachable(f"the pod did not answer {path}: {_words(why)}") from why
+        raise AssertionError("the second try returned or raised")
+
+
+_ERROR_STATUSES: Final = frozenset({400, 403, 404, 409, 412, 413, 416, 429, 501, 503, 507})
+
+
+class _Frames:
+    """Reads one answer as events, asking the connection only when it is asked itself."""
+
+    def __init__(self, response: aiohttp.ClientResponse, request: ExecRequest) -> None:
+        self._response = response
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._left = _total_sec(request) if request.timeout_sec is not None else float("inf")  # of waiting, in all
+        self._quiet = 0.0  # waited since the last frame; bytes that complete no frame do not count
+        self.complete = False  # read to its end: the connection can be used again
+
+    async def events(self) -> AsyncGenerator[FrameEvent, None]:
+        reader = FrameReader(FRAME_BYTES)
+        try:
+            while data := await self._more():
+                for kind, payload in reader.feed(data):
+                    self._quiet = 0.0
+                    event = decode_frame(kind, payload)
+                    if event is None:
+                        continue
+                    check_event(event, self._request.id)
+                    if isinstance(event, StreamError):
+                        raise BadAnswer(f"{clean(event.error.code, 64)}: {clean(event.error.message, 200)}")
+                    yield event
+                    if isinstance(event, Exit):
+                        await self._finish()
+                        return
+        except (_Interrupted, BadAnswer, MalformedFrame, TimeoutError) as why:
+            raise _unknown(self._request, f"the stream broke off: {_words(why)}") from why
+        raise _unknown(self._request, "the stream ended before the command did")
+
+    async def _more(self) -> bytes:
+        """The bytes that are there, or the next ones; b"" at the end. Only real waiting counts against deadlines."""
+        content = self._response.content
+        with _as_ours():
+            if data := content.read_nowait():
+                return data
+            began = self._loop.time()
+            try:
+                async with asyncio.timeout(min(STREAM_IDLE_SEC - self._quiet, self._left)):
+                    return await content.readany()
+            finally:
+                waited = self._loop.time() - began
+                self._quiet += waited
+                self._left -= waited
+
+    async def _finish(self) -> None:
+        try:
+            async with asyncio.timeout(_TAIL_SEC):
+                self.complete = not await self._response.content.readany()
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            pass  # the command's end is known: only the connection is lost
+
+
+class _Upload:
+    """A caller's body on its way to a pod; `failure` says that it was the caller's side that broke."""
+
+    def __init__(self, body: AsyncIterator[bytes]) -> None:
+        self._body = body
+        self.failure: Exception | None = None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._body:
+                yield chunk
+        except Exception as why:
+            self.failure = why
+            raise
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """Turns what aiohttp raises into ExecutorNotReached, _Interrupted or BadAnswer; timeouts stay TimeoutError."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
+        raise ExecutorNotReached(f"the pod's executor cannot be reached: {_words(why)}") from why
+    except aiohttp.ServerTimeoutError as why:
+        raise TimeoutError("nothing came in time") from why
+    except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as why:
+        raise _Interrupted(_words(why)) if _cut(why) else BadAnswer(_words(why)) from why
+    except (aiohttp.ClientError, OSError) as why:
+        if isinstance(why, TimeoutError):
+            raise
+        raise _Interrupted(_words(why)) from why
+    except (ValueError, RecursionError) as why:
+        raise BadAnswer(_words(why)) from why
+
+
+def _let_go(response: aiohttp.ClientResponse, *, whole: bool) -> None:
+    """Gives the connection back where the answer was read to its end, else closes it."""
+    if whole:
+        response.release()
+    else:
+        response.close()
+
+
+def _cut(why: Exception) -> bool:
+    """Whether an answer was cut off rather than wrong."""
+    return isinstance(why, aiohttp.ClientPayloadError)
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The whole body. Raises BadAnswer beyond `limit` bytes, having read no more than a buffer over it."""
+    length = response.content_length
+    if length is not None and "Transfer-Encoding" not in response.headers:
+        if length > limit:
+            response.close()
+            raise BadAnswer(f"an answer of {length} bytes is over the bound of {limit}")
+        return await response.read()
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > limit:
+            response.close()
+            raise BadAnswer(f"an answer is over the bound of {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    content = response.content
+    while True:
+        try:
+            with _as_ours():
+                chunk = await content.readany()
+        except (_Interrupted, BadAnswer, TimeoutError) as why:
+            raise ExecutorUnreachable(f"the pod broke off: {_words(why)}") from why
+        if not chunk:
+            return
+        yield chunk
+
+
+def _answer_headers(response: aiohttp.ClientResponse) -> dict[str, str]:
+    found = ((name, response.headers.get(name)) for name in _ANSWER_HEADERS)
+    return {name: value for name, value in found if value is not None and _HEADER_VALUE.match(value)}
+
+
+def _total_sec(request: ExecRequest) -> float:
+    return (request.timeout_sec or MAX_TIMEOUT_SEC) + request.grace_sec + MARGIN_SEC
+
+
+def _unknown(request: ExecRequest, why: str) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"the command was sent, but its outcome did not come back ({clean(why, 300)}); ask for the process by its id",
+        id=request.id,
+    )
+
+
+def _words(why: BaseException) -> str:
+    return clean(str(why) or type(why).__name__, 300)
