@@ -122,8 +122,9 @@ class RedisStore:
         found = [binding for batch in _batches(sorted(ids)) for binding in await self._read(batch)]
         return [binding for binding in found if binding.state is not BindingState.ENDED]
 
-    async def end_binding(self, binding: Binding, ended: PodEnded) -> bool:
-        return bool(await self._client.run(_END, _binding_keys(binding), [binding.token, _json(ended)]))
+    async def end_binding(self, binding: Binding, ended: PodEnded, *, if_expired: bool = False) -> bool:
+        args: list[str | int] = [binding.token, _json(ended), int(if_expired)]
+        return bool(await self._client.run(_END, _binding_keys(binding), args))
 
     async def _read(self, sandbox_ids: Sequence[str]) -> list[Binding]:
         rows = await self._client.run(_READ, (), sandbox_ids)

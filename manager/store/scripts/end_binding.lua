@@ -1,10 +1,16 @@
--- KEYS: binding, slots. ARGV: token, ended (JSON). 1: this call ended it.
+-- KEYS: binding, slots. ARGV: token, ended (JSON), 1 for only where the lease has passed. 1: this call ended it.
 local key = KEYS[1]
 local old = fields_of(key)
 if old.token ~= ARGV[1] or old.state == 'ended' then
   return 0
 end
 local id = old.sandbox_id
+if ARGV[3] == '1' then
+  local until_ms = redis.call('HGET', LEASE .. id, 'until_ms')
+  if old.state ~= 'bound' or (until_ms and tonumber(until_ms) > now_ms()) then
+    return 0
+  end
+end
 redis.call('HSET', key, 'state', 'ended', 'ended', ARGV[2], 'before', '')
 redis.call('PEXPIRE', key, ENDED_KEPT_MS)
 redis.call('PEXPIRE', SANDBOX .. id, ENDED_KEPT_MS)
