@@ -1,0 +1,270 @@
+"""The pod's files for its callers: read, write, list, make, move and delete, as the command user would.
+
+Every system call on a file runs in one of a few worker threads under that user's identity, so that neither a slow
+disk nor a FIFO holds the event loop, and no mistake here gives a caller more than a command would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+from executor.config import ExecutorConfig
+from executor.download import Download, FileFacts
+from executor.errors import Conflict, FileMissing, InvalidPath, InvalidRequest, NotUtf8, RateLimited, TooLarge
+from executor.filetree import entry_in, entry_of, list_tree, remove
+from executor.fileuser import FileUser
+from executor.isolation import CommandUser
+from executor.safepath import Place, Roots, directory_at, enter_or_make, file_error, parent_of, rename
+from executor.upload import Upload, WriteTerms, check_match
+from executor.wire import FileEntry, FileList, MkdirRequest, MoveRequest
+
+READ_BYTES: Final = 256 * 1024  # one step of a download
+STALL_SEC: Final = 60.0  # a peer that neither sends nor takes a byte for so long is given up
+DEFAULT_MAX_FILE_BYTES: Final = 8 << 30
+_THREADS: Final = 4
+_MAX_UNDER_WAY: Final = 1024  # calls that have or wait for a thread; more are refused
+
+_T = TypeVar("_T")
+
+
+class FileService:
+    """Paths are absolute, or relative to the workspace, and lie in the workspace or another of the roots."""
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        user: CommandUser,
+        *,
+        other_roots: tuple[str, ...] = ("/tmp",),
+        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+        resolve_user: Callable[[str], CommandUser] | None = None,  # for `user=`; raises UserNotAllowed
+    ) -> None:
+        self._roots = Roots((config.workspace, *other_roots))
+        self._umask = config.umask
+        self._user = user
+        self._resolve_user = resolve_user
+        self._max_file_bytes = max_file_bytes
+        self._identity = FileUser()
+        self._commits = threading.Lock()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="files")
+        self._under_way = 0
+
+    def close(self) -> None:
+        """Waits for the calls under way in threads; those that wait for a thread do not run."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def stat(self, path: str, user: str | None = None) -> FileEntry:
+        """Of a link, the link itself. Raises FileMissing, InvalidPath."""
+        place = self._roots.place(path)
+        return await self._run(self._named(user), _stat, place)
+
+    async def list(self, path: str, depth: int, limit: int, after: str | None, user: str | None = None) -> FileList:
+        """A page of what is below a directory. Raises NotADirectory, FileMissing."""
+        place = self._roots.place(path)
+        return await self._run(self._named(user), _list, place, depth, limit, after)
+
+    @asynccontextmanager
+    async def open(self, path: str, user: str | None = None) -> AsyncIterator[OpenFile]:
+        """A regular file to read from. Raises NotAFile for what has no content, InvalidPath for a link, FileMissing."""
+        download = Download(self._roots.place(path))
+        who = self._named(user)
+        try:
+            yield OpenFile(self, download, await self._run(who, download.begin))
+        finally:
+            await self._finish(who, download.close)
+
+    async def read(self, download: Download, offset: int, count: int) -> bytes:
+        return await self._run(self._user, download.read, offset, count)
+
+    # ── changing ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def write(
+        self, path: str, pieces: AsyncIterator[bytes], size: int | None, terms: WriteTerms, user: str | None = None
+    ) -> tuple[FileEntry, bool]:
+        """Puts the pieces at `path` in one step at the end, whatever comes between; the file, and whether it is new.
+
+        `size` is the announced one, None where unknown. Raises TooLarge, NoSpace, PreconditionFailed; what was there
+        before is then unchanged, and nothing else is left."""
+        place = self._roots.place(path)
+        if path.rpartition("/")[2] in ("", ".") or place.is_root:
+            raise InvalidPath(f"{place.shown} names a directory", field="path")
+        if size is not None and size > self._max_file_bytes:
+            raise self._too_large()
+        who = self._named(user)
+        upload = Upload(place, terms, self._identity, self._umask, self._commits)
+        try:
+            await self._run(who, upload.begin)
+            written = 0
+            async for piece in pieces:
+                written += len(piece)
+                if written > self._max_file_bytes:
+                    raise self._too_large()
+                await self._run(who, upload.write, piece)
+            return await self._run(who, upload.commit)
+        except BaseException:
+            await self._finish(who, upload.abort)
+            raise
+
+    async def delete(self, path: str, recursive: bool, if_match: str | None = None, user: str | None = None) -> None:
+        """A link itself, a directory with its content only if `recursive`. Raises FileMissing, Conflict."""
+        place = self._movable(path, "path")
+        await self._run(self._named(user), _delete, place, recursive, if_match, self._commits)
+
+    async def mkdir(self, request: MkdirRequest, user: str | None = None) -> tuple[FileEntry, bool]:
+        """The directory, and whether it is new. With `parents`, one that exists is fine; else Conflict."""
+        place = self._roots.place(request.path)
+        if not 0 <= request.mode <= 0o777:
+            raise InvalidRequest("body: mode must be from 0 to 511 (octal 777)", field="mode")
+        return await self._run(self._named(user), _mkdir, place, request.parents, request.mode, 0o777 & ~self._umask)
+
+    async def move(self, request: MoveRequest, user: str | None = None) -> FileEntry:
+        """What is at the target then. Raises Conflict where something is there and `overwrite` is not given."""
+        source, target = self._movable(request.source, "source"), self._movable(request.target, "target")
+        if target.is_below(source):
+            raise InvalidPath(f"target: {target.shown} is inside the source", field="target")
+        return await self._run(self._named(user), _move, source, target, request.overwrite)
+
+    # ── threads ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self, who: CommandUser, function: Callable[..., _T], *args: object) -> _T:
+        if self._under_way >= _MAX_UNDER_WAY:
+            raise RateLimited(f"{_MAX_UNDER_WAY} file calls are under way; repeat this one later")
+        self._under_way += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._as_user, who, function, *args)
+        finally:
+            self._under_way -= 1
+
+    async def _finish(self, who: CommandUser, function: Callable[[], None]) -> None:
+        """Runs to its end also where the caller is cancelled, or is so already."""
+        try:
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._pool, self._as_user, who, function))
+        except RuntimeError:  # the service is closed: no thread is left to disturb
+            function()
+
+    def _as_user(self, who: CommandUser, function: Callable[..., _T], *args: object) -> _T:
+        self._identity.assume(who)
+        return function(*args)
+
+    def _named(self, user: str | None) -> CommandUser:
+        if user is None or user == self._user.name:
+            return self._user
+        if self._resolve_user is None:
+            raise InvalidRequest("query: user can be no other than the command user here", field="user")
+        return self._resolve_user(user)
+
+    def _movable(self, path: str, field: str) -> Place:
+        place = self._roots.place(path, field)
+        if self._roots.holds_root(place):
+            raise InvalidPath(f"{field}: {place.shown} is or holds the workspace or another root", field=field)
+        return place
+
+    def _too_large(self) -> TooLarge:
+        limit = self._max_file_bytes
+        return TooLarge(f"the file is over the limit of {limit} bytes; nothing was written", limit=limit)
+
+
+def _stat(place: Place) -> FileEntry:
+    if place.is_root:
+        with directory_at(place) as fd:
+            return entry_of(os.fstat(fd), place.path)
+    with parent_of(place) as (fd, name):
+        try:
+            return entry_in(fd, name, place.path)
+        except OSError as error:
+            raise file_error(error, place.path) from None
+
+
+def _list(place: Place, depth: int, limit: int, after: str | None) -> FileList:
+    try:
+        with directory_at(place) as fd:
+            return list_tree(fd, place, depth, limit, after)
+    except OSError as error:
+        raise file_error(error, place.path) from None
+
+
+def _delete(place: Place, recursive: bool, if_match: str | None, commits: threading.Lock) -> None:
+    with parent_of(place) as (fd, name):
+        if if_match is None:
+            remove(fd, name, place.path, recursive)
+            return
+        with commits:
+            try:
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except OSError as error:
+                raise file_error(error, place.path) from None
+            check_match(if_match, status, place)  # only a file can match
+            remove(fd, name, place.path, recursive=False)
+
+
+def _mkdir(place: Place, parents: bool, mode: int, parent_mode: int) -> tuple[FileEntry, bool]:
+    steps = place.parts if parents else place.parts[-1:]
+    with directory_at(place, () if parents else place.parts[:-1]) as start:
+        fd, is_new = os.dup(start), False
+        try:
+            for index, name in enumerate(steps):
+                is_last = index == len(steps) - 1
+                deeper, is_new = enter_or_make(fd, name, mode if is_last else parent_mode, place.path)
+                os.close(fd)
+                fd = deeper
+            if not is_new and not parents:
+                raise Conflict(f"{place.shown} is there already")
+            return entry_of(os.fstat(fd), place.path), is_new
+        finally:
+            os.close(fd)
+
+
+def _move(source: Place, target: Place, overwrite: bool) -> FileEntry:
+    with parent_of(source) as (source_fd, source_name), parent_of(target) as (target_fd, target_name):
+        try:
+            os.stat(source_name, dir_fd=source_fd, follow_symlinks=False)
+        except OSError as error:
+            raise file_error(error, source.path) from None
+        try:
+            rename(source_fd, source_name, target_fd, target_name, overwrite)
+            return entry_in(target_fd, target_name, target.path)
+        except FileExistsError:
+            raise Conflict(f"{target.shown} is there already; overwrite=true replaces it") from None
+        except FileNotFoundError:
+            raise FileMissing(f"{source.shown} was removed meanwhile") from None
+        except OSError as error:
+            raise file_error(error, target.path) from None
+
+
+class OpenFile:
+    """What `FileService.open` gives: the facts as they were at the open, and the content from any offset."""
+
+    def __init__(self, service: FileService, download: Download, facts: FileFacts) -> None:
+        self.facts = facts
+        self._service = service
+        self._download = download
+
+    async def read(self, offset: int, count: int) -> bytes:
+        """At most `count` bytes from `offset` on; b"" at or past the end."""
+        return await self._service.read(self._download, offset, count)
+
+    async def pieces(self, start: int, end: int) -> AsyncIterator[bytes]:
+        """The bytes from `start` to `end`, in steps; fewer where the file has been cut meanwhile."""
+        while start < end and (piece := await self.read(start, min(READ_BYTES, end - start))):
+            yield piece
+            start += len(piece)
+
+    async def check_utf8(self, start: int, end: int) -> None:
+        """Raises NotUtf8 where the bytes from `start` to `end` are no UTF-8 text of their own."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            async for piece in self.pieces(start, end):
+                decoder.decode(piece)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            path = self.facts.entry.path
+            raise NotUtf8(f"{path} is not UTF-8 text; get it in binary form, without text=true") from None

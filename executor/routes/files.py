@@ -1,0 +1,187 @@
+"""`/v1/files`: content in and out as streams of any size, and what is there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping
+from email.utils import formatdate
+from typing import Final
+
+from aiohttp import web
+from aiohttp.http_exceptions import PayloadEncodingError
+
+from executor.errors import InvalidRequest, PreconditionFailed, RangeNotSatisfiable
+from executor.files import STALL_SEC, FileService, OpenFile
+from executor.filetree import MAX_DEPTH
+from executor.routes.reply import flag_of, json_reply, read_json, read_query, whole_of
+from executor.upload import WriteTerms, matches
+from executor.wire import MkdirRequest, MoveRequest
+
+MAX_PAGE: Final = 10_000
+DEFAULT_PAGE: Final = 1_000
+_MODE: Final = re.compile(r"[0-7]{1,4}\Z")
+_RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})\Z", re.ASCII)
+
+
+def files_routes(files: FileService) -> list[web.RouteDef]:
+    routes = _FileRoutes(files)
+    return [
+        web.get("/v1/files", routes.get, allow_head=False),
+        web.head("/v1/files", routes.get),
+        web.put("/v1/files", routes.put),
+        web.delete("/v1/files", routes.delete),
+        web.get("/v1/files/stat", routes.stat),
+        web.get("/v1/files/list", routes.list),
+        web.post("/v1/files/mkdir", routes.mkdir),
+        web.post("/v1/files/move", routes.move),
+    ]
+
+
+class _FileRoutes:
+    def __init__(self, files: FileService) -> None:
+        self._files = files
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        query = read_query(request, "path", "text", "user")
+        as_text = flag_of(query, "text")
+        async with self._files.open(_path_of(query), query.get("user")) as file:
+            return await _send(request, file, as_text)
+
+    async def put(self, request: web.Request) -> web.Response:
+        query = read_query(request, "path", "mode", "user")
+        terms = WriteTerms(
+            mode=_mode_of(query), if_match=request.headers.get("If-Match"), create_only=_is_create_only(request)
+        )
+        size = request.content_length
+        entry, is_new = await self._files.write(_path_of(query), _pieces(request), size, terms, query.get("user"))
+        return json_reply(entry, 201 if is_new else 200, {"ETag": entry.etag or ""})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        query = read_query(request, "path", "recursive", "user")
+        recursive, if_match = flag_of(query, "recursive"), request.headers.get("If-Match")
+        await self._files.delete(_path_of(query), recursive, if_match, query.get("user"))
+        return web.Response(status=204)
+
+    async def stat(self, request: web.Request) -> web.Response:
+        query = read_query(request, "path", "user")
+        return json_reply(await self._files.stat(_path_of(query), query.get("user")))
+
+    async def list(self, request: web.Request) -> web.Response:
+        query = read_query(request, "path", "depth", "limit", "after", "user")
+        depth = whole_of(query, "depth", 1, 1, MAX_DEPTH)
+        limit = whole_of(query, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
+        path = query.get("path", ".")
+        return json_reply(await self._files.list(path, depth, limit, query.get("after"), query.get("user")))
+
+    async def mkdir(self, request: web.Request) -> web.Response:
+        query = read_query(request, "user")
+        body = await read_json(request, MkdirRequest)
+        entry, is_new = await self._files.mkdir(body, query.get("user"))
+        return json_reply(entry, 201 if is_new else 200)
+
+    async def move(self, request: web.Request) -> web.Response:
+        query = read_query(request, "user")
+        body = await read_json(request, MoveRequest)
+        return json_reply(await self._files.move(body, query.get("user")))
+
+
+async def _send(request: web.Request, file: OpenFile, as_text: bool) -> web.StreamResponse:
+    facts, size = file.facts, file.facts.entry.size
+    _check_if_match(request, facts.etag)
+    headers = {"ETag": facts.etag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
+    if matches(request.headers.get("If-None-Match", "").replace("W/", ""), facts.etag):
+        return web.Response(status=304, headers=headers)
+    part = _range_of(request, size, facts.etag)
+    start, end = part or (0, size)
+    if as_text:
+        await file.check_utf8(start, end)
+    headers["Content-Type"] = "text/plain; charset=utf-8" if as_text else "application/octet-stream"
+    headers["Last-Modified"] = _http_date(facts.mtime)
+    headers["Content-Length"] = str(end - start)
+    if part is not None:
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    response = web.StreamResponse(status=200 if part is None else 206, headers=headers)
+    await response.prepare(request)
+    if request.method != "HEAD":
+        async for piece in file.pieces(start, end):
+            async with asyncio.timeout(STALL_SEC):
+                await response.write(piece)
+            start += len(piece)
+        if start < end:  # cut meanwhile: only a broken connection tells the caller that this is not all
+            _break_off(request)
+            return response
+    await response.write_eof()
+    return response
+
+
+def _break_off(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _http_date(seconds: float) -> str:
+    return formatdate(min(max(seconds, 0.0), 253_402_300_799.0), usegmt=True)  # the year 9999 ends; touch(1) goes on
+
+
+def _check_if_match(request: web.Request, etag: str) -> None:
+    wanted = request.headers.get("If-Match")
+    if wanted is not None and not matches(wanted, etag):
+        raise PreconditionFailed(f"the file changed since it was read: its ETag is now {etag}")
+
+
+def _range_of(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
+    """First byte and the one after the last; None for the whole file, which RFC 9110 also gives to what is no single
+    range of bytes and to an If-Range that does not hold. Raises RangeNotSatisfiable."""
+    match = _RANGE.match(request.headers.get("Range", "").replace(" ", ""))
+    if match is None or request.headers.get("If-Range", etag) != etag:
+        return None
+    first, last = match.groups()
+    if first:
+        start, end = int(first), min(int(last) + 1 if last else size, size)
+        if last and int(last) < start:
+            return None  # malformed, says the RFC
+    elif last:
+        start, end = max(size - int(last), 0), size
+    else:
+        return None
+    if start >= end:
+        raise RangeNotSatisfiable(f"the file has {size} bytes", size=size)
+    return start, end
+
+
+async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises InvalidRequest where it is broken or stalls, so that no part is taken for all."""
+    try:
+        while True:
+            async with asyncio.timeout(STALL_SEC):
+                piece = await request.content.readany()
+            if not piece:
+                return
+            yield piece
+    except TimeoutError:
+        raise InvalidRequest(f"body: nothing came for {STALL_SEC:.0f} s") from None
+    except (web.RequestPayloadError, PayloadEncodingError) as why:
+        raise InvalidRequest(f"body: broken off or badly encoded: {str(why)[:200]}") from None
+
+
+def _path_of(query: Mapping[str, str]) -> str:
+    if "path" not in query:
+        raise InvalidRequest("query: path is missing", field="path")
+    return query["path"]
+
+
+def _mode_of(query: Mapping[str, str]) -> int | None:
+    text = query.get("mode")
+    if text is None:
+        return None
+    if not _MODE.match(text) or int(text, 8) > 0o777:
+        raise InvalidRequest("query: mode must be octal permission bits, such as 644 or 0755", field="mode")
+    return int(text, 8)
+
+
+def _is_create_only(request: web.Request) -> bool:
+    header = request.headers.get("If-None-Match")
+    if header not in (None, "*"):
+        raise InvalidRequest("If-None-Match: a write takes only *", field="If-None-Match")
+    return header == "*"
