@@ -24,13 +24,16 @@ class ExecutorConfig:
     workspace: str = "/workspace"
     command_user: str | None = None  # None: `sandbox` where it exists, else the executor's own user
     users: tuple[str, ...] = ()  # whom `user` may name besides the command user
-    state_dir: str | None = None  # for output on disk; only the executor's user may enter. None: a private temporary one
+    state_dir: str | None = (
+        None  # for output on disk; only the executor's user may enter. None: a private temporary one
+    )
     helpers: int = 2  # spawn helpers: two keep two cores busy (docs/performance in benchmarks/)
     unclaimed_sec: float | None = None  # an unclaimed pool pod ends itself after this; None: never
     quiet_grace_sec: float = 30.0  # beyond Sandbox-Lease-Sec, so that a late renewal still finds the pod
     drain_sec: float = 3.0  # from SIGTERM to the exit, within a pod's grace period
     max_running: int = 4096  # commands at once; more are refused with 429
-    umask: int = 0o022
+    pass_env: tuple[str, ...] = ()  # variables of the image that commands get too, beyond PATH, LANG, LC_*, TZ
+    umask: int = 0o022  # of commands and written files, whatever the executor was started under
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
@@ -54,6 +57,7 @@ class ExecutorConfig:
             workspace=workspace,
             command_user=env.get("SOJOURN_COMMAND_USER") or None,
             users=tuple(name for name in env.get("SOJOURN_USERS", "").split(",") if name),
+            pass_env=tuple(name for name in env.get("SOJOURN_PASS_ENV", "").split(",") if name),
             state_dir=env.get("SOJOURN_EXECUTOR_STATE_DIR") or None,
             helpers=_whole(env, "SOJOURN_SPAWN_HELPERS", cls.helpers, 1, 16),
             unclaimed_sec=_seconds(env, "SOJOURN_UNCLAIMED_SEC"),

@@ -36,7 +36,7 @@ class ExecutorError(Exception):
 
 
 class InvalidRequest(ExecutorError):
-    """The request does not say anything that could be done. Nothing was done. details: `field` where one is to blame."""
+    """The request says nothing that could be done. Nothing was done. details: `field` where one is to blame."""
 
     code, status = "invalid_request", 400
 

@@ -55,7 +55,8 @@ class ExecRequest(Request, frozen=True):
     env: dict[str, str] = {}  # added to, and winning over, what the pod gives every command
     stdin: str | None = None
     stdin_base64: str | None = None
-    stdin_open: bool | None = None  # keep stdin open for `/stdin` calls; None: only for background processes without stdin
+    # Keep stdin open for `/stdin` calls; None: only for a background process that was given no stdin.
+    stdin_open: bool | None = None
     user: str | None = None
     timeout_sec: float | None = None  # > 0, at most MAX_TIMEOUT_SEC
     no_output_timeout_sec: float | None = None
@@ -121,10 +122,18 @@ class ResourceUse(msgspec.Struct, frozen=True):
 
     user_ms: float
     system_ms: float
-    max_rss_bytes: int  # never under the spawn helper's own, some MiB: the kernel carries the high-water mark over vfork
+    # Never under the spawn helper's own 10 MiB or so: the kernel carries the high-water mark over vfork.
+    max_rss_bytes: int
 
 
-class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+class DroppedSpan(msgspec.Struct, frozen=True):
+    """Where the kept head ends and how many bytes are missing before the kept tail."""
+
+    offset: int
+    bytes: int
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     """How a command ended, with its output.
 
     With `encoding` "base64" the output is in `stdout_base64` and `stderr_base64`, and `stdout`/`stderr` are absent."""
@@ -143,6 +152,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False)
     stdout_bytes: int  # produced in total
     stderr_bytes: int
     truncated: bool
+    stdout_dropped: DroppedSpan | None = None
+    stderr_dropped: DroppedSpan | None = None
     descendants_left: bool
     started_at: str
     duration_ms: float

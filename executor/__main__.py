@@ -1,0 +1,64 @@
+"""`python -I -m executor`: environment -> ExecutorConfig -> run until SIGTERM -> exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+
+from executor.config import BadConfig, ExecutorConfig
+
+_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class _JsonLines(logging.Formatter):
+    """One event a line, whatever its fields hold: JSON escapes line ends and control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {name: value for name, value in vars(record).items() if name not in _PLAIN}
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        line = {"at": at, "level": record.levelname.lower(), "event": record.getMessage(), **fields}
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def main() -> int:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    try:
+        config = ExecutorConfig.from_env(os.environ)
+    except BadConfig as why:
+        print(f"sojourn-executor: {why}", file=sys.stderr)  # noqa: T201
+        return 2
+    env = dict(os.environ)
+    for name in list(os.environ):  # nothing of it for a core dump, a child or a reader of our environ
+        if name.startswith("SOJOURN_"):
+            del os.environ[name]
+    import uvloop
+
+    return uvloop.run(_run(config, env))
+
+
+async def _run(config: ExecutorConfig, env: dict[str, str]) -> int:
+    from executor.app import serve
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        return await serve(config, env, stop)
+    except BadConfig as why:
+        print(f"sojourn-executor: {why}", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Opens the executor's services in order, mounts the routes behind one guard, closes in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from executor import isolation, kernel
+from executor.cgroup import CgroupCounters
+from executor.config import ExecutorConfig
+from executor.errors import ExecutorError, InvalidRequest, NoSpace, NotFound, TooLarge, Unauthenticated, WrongPod
+from executor.files import FileService
+from executor.isolation import Users
+from executor.lease import Lease
+from executor.processes import Processes
+from executor.reaper import Reaper
+from executor.routes.commands import EXEC_BODY_BYTES, command_routes
+from executor.routes.files import files_routes
+from executor.routes.lease import health_routes, lease_routes
+from executor.routes.processes import process_routes
+from executor.routes.reply import json_reply
+from executor.routes.usage import usage_routes
+from executor.spawn import Spawner
+from executor.upload import WriteTerms
+from executor.usage import UsageService
+from executor.wire import LEASE_HEADER, POD_HEADER, ErrorBody, ErrorReply
+
+log = logging.getLogger("executor")
+
+
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
+BACKLOG: Final = 4096
+LINE_BYTES: Final = 16_384
+
+
+class Services:
+    """Everything that lives while the executor does."""
+
+    def __init__(self, config: ExecutorConfig, ended: Callable[[str], None]) -> None:
+        self.config = config
+        self.ended = ended
+        self.users: Users
+        self.processes: Processes
+        self.lease: Lease
+        self.files: FileService
+        self.usage: UsageService
+
+
+async def open_services(
+    stack: AsyncExitStack, config: ExecutorConfig, env: dict[str, str], ended: Callable[[str], None]
+) -> Services:
+    """Raises BadConfig, OSError."""
+    services = Services(config, ended)
+    services.users = users = Users(config)
+    nofile = kernel.raise_open_files()
+    _prepare_workspace(config, users)
+    for lacking in isolation.protect_executor():
+        log.warning("protection_missing", extra={"what": lacking})
+    reaper = Reaper()
+    reaper.start()
+    stack.callback(reaper.close)
+    spawner = Spawner(reaper, users.default, helpers=config.helpers, umask=config.umask, nofile=nofile)
+    stack.push_async_callback(spawner.close)
+    await spawner.start()
+    services.processes = processes = Processes(
+        config, users, spawner, CgroupCounters(), env, changed=lambda: services.lease.worked()
+    )
+    stack.callback(processes.close)
+    services.lease = Lease(config, running=lambda: processes.running, end=ended)
+    stack.callback(services.lease.close)
+    services.files = FileService(config, users.default, resolve_user=users.get)
+    stack.callback(services.files.close)
+    services.usage = UsageService(config, lambda: _gauges(services))
+    stack.push_async_callback(processes.drain, config.drain_sec)
+    return services
+
+
+def _prepare_workspace(config: ExecutorConfig, users: Users) -> None:
+    path = Path(config.workspace)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0 and path.stat().st_uid != users.default.uid:
+            os.chown(path, users.default.uid, users.default.gid)
+    except OSError as why:  # a command then says so, with 400 invalid_cwd; the rest of the pod is of use
+        log.error("workspace_unusable", extra={"path": config.workspace, "errno": why.errno})
+
+
+def _gauges(services: Services) -> dict[str, float]:
+    return {
+        "sojourn_commands_running": float(services.processes.running),
+        "sojourn_operations": float(services.lease.operations),
+    }
+
+
+def make_app(services: Services) -> web.Application:
+    app = web.Application(middlewares=[_guard(services)], client_max_size=EXEC_BODY_BYTES)
+    app.router.add_routes([
+        *command_routes(services.processes),
+        *process_routes(services.processes),
+        *files_routes(services.files),
+        *usage_routes(services.usage),
+        *lease_routes(services.lease, services.processes, _writer_of(services.files)),
+        *health_routes(services.processes),
+    ])  # fmt: skip
+    return app
+
+
+def _writer_of(files: FileService) -> Callable[[str, bytes, int | None], Awaitable[None]]:
+    async def write(path: str, content: bytes, mode: int | None) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield content
+
+        await files.write(path, pieces(), len(content), WriteTerms(mode=mode))
+
+    return write
+
+
+def _guard(services: Services) -> Middleware:
+    """Token, pod identity and lease before every handler; the one error shape after it."""
+    config, lease = services.config, services.lease
+    token_sha256 = config.token_sha256.encode()
+    pod_name = config.pod_name
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        path = request.path
+        counted = path.startswith("/v1/files")
+        try:
+            if path not in OPEN_PATHS:
+                headers = request.headers
+                _check_token(headers.getall("Authorization", ()), token_sha256)
+                pod = headers.get(POD_HEADER)
+                if pod is not None and pod != pod_name:
+                    raise WrongPod("this is another pod than the one the call is for")
+                quiet_sec = headers.get(LEASE_HEADER)
+                if quiet_sec is not None:
+                    lease.heard(quiet_sec)
+            if not counted:
+                return await handler(request)
+            lease.begin()
+            try:
+                return await handler(request)
+            finally:
+                lease.done()
+        except ExecutorError as error:
+            return _error_reply(request, error)
+        except web.HTTPException as error:
+            return _error_reply(request, _from_aiohttp(error))
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            if kernel.is_space_error(error):
+                return _error_reply(request, NoSpace("no space is left in the pod"))
+            log.exception("request_failed", extra={"path": path[:200]})
+            return _error_reply(request, ExecutorError("the executor failed; its log has the details"))
+        except Exception:
+            log.exception("request_failed", extra={"path": path[:200]})
+            return _error_reply(request, ExecutorError("the executor failed; its log has the details"))
+
+    return guard
+
+
+def _check_token(given: tuple[str, ...] | list[str], token_sha256: bytes) -> None:
+    header = given[0] if len(given) == 1 else ""
+    scheme, _, token = header.partition(" ")
+    digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest().encode()
+    if not hmac.compare_digest(digest, token_sha256) or scheme.lower() != "bearer":
+        raise Unauthenticated("this pod's token is needed: Authorization: Bearer <pod token>")
+
+
+def _from_aiohttp(error: web.HTTPException) -> ExecutorError:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return TooLarge("the body is over the limit", limit=EXEC_BODY_BYTES)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return NotFound(f"this path has no {error.method[:20]}; it has {allowed}")
+    if error.status == 404:
+        return NotFound("there is no such call")
+    return InvalidRequest(error.reason or "the request cannot be read")
+
+
+def _error_reply(request: web.Request, error: ExecutorError) -> web.StreamResponse:
+    body = ErrorReply(ErrorBody(
+        code=error.code, message=error.message, retryable=error.retryable, details=error.details,
+    ))  # fmt: skip
+    reply = json_reply(body, status=error.status)
+    if error.retryable:
+        reply.headers["Retry-After"] = "1"
+    if not request.content.is_eof():  # a body that nobody will read must not be taken for the next request
+        reply.force_close()
+    return reply
+
+
+async def serve(config: ExecutorConfig, env: dict[str, str], stop: asyncio.Event) -> int:
+    """Runs until `stop` or until the lease is over. The process's exit code."""
+    why: list[str] = []
+
+    def ended(reason: str) -> None:
+        why.append(reason)
+        stop.set()
+
+    async with AsyncExitStack() as stack:
+        services = await open_services(stack, config, env, ended)
+        runner = web.AppRunner(
+            make_app(services), access_log=None, handler_cancellation=True, max_line_size=LINE_BYTES,
+            max_field_size=LINE_BYTES, keepalive_timeout=75.0, shutdown_timeout=0.5, handle_signals=False,
+        )  # fmt: skip
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        if config.socket is not None:
+            _remove_stale(config.socket)
+            before = os.umask(0o177)
+            try:
+                await web.UnixSite(runner, config.socket, backlog=BACKLOG).start()
+            finally:
+                os.umask(before)
+            stack.callback(_remove_stale, config.socket)
+            where = config.socket
+        else:
+            await web.TCPSite(runner, config.host, config.port, backlog=BACKLOG).start()
+            where = f"{config.host}:{runner.addresses[0][1]}"
+        # Commands are drained while their streams can still be answered, so before the runner is cleaned up.
+        stack.push_async_callback(services.processes.drain, config.drain_sec)
+        log.info("executor_ready", extra={"where": where, "tier": services.users.tier, "pid": os.getpid()})
+        await stop.wait()
+        log.info("executor_stopping", extra={"why": why[0] if why else "signal"})
+    return 0
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass

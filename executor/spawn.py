@@ -1,0 +1,363 @@
+"""The executor's side of the spawn helpers: sending jobs, hearing of pids and ends, replacing a helper that died.
+
+Nothing is ever spawned on the event loop. A command that runs when its helper is killed (a command may kill its own
+user's processes) is left to the executor as subreaper and goes on; its end is then heard from the Reaper."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import errno
+import logging
+import marshal
+import os
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+from executor import tree
+from executor.isolation import CommandUser
+from executor.reaper import Reaper
+from executor.spawn_helper import (
+    EXITED,
+    FAILED,
+    MARK_MIN,
+    PACKET_BYTES,
+    READY,
+    REPLY,
+    SPAWNED,
+    STAGE_CHDIR,
+    STAGE_EXEC,
+    STAGE_FORK,
+)
+
+log = logging.getLogger("executor.spawn")
+
+HELPER_FILE: Final = str(Path(__file__).with_name("spawn_helper.py"))
+READY_SEC: Final = 20.0
+ANSWER_SEC: Final = 30.0  # a helper that has not spawned for so long is stuck (stopped by a command, say) and replaced
+
+__all__ = ["STAGE_CHDIR", "STAGE_EXEC", "STAGE_FORK", "Job", "Spawner"]
+
+
+class Job(Protocol):
+    """What a command tells the spawner, and hears from it."""
+
+    seq: int
+    pid: int
+
+    def spawned(self, pid: int) -> None: ...
+    def failed(self, error: int, stage: int) -> None: ...
+    def exited(self, status: int, user_sec: float, system_sec: float, max_rss_kib: int, left: bool) -> None: ...
+    def lost(self) -> None: ...
+
+
+class _Helper:
+    """One helper process and the jobs it has."""
+
+    def __init__(self, spawner: Spawner, user: CommandUser) -> None:
+        self.spawner = spawner
+        self.user = user
+        self.jobs: dict[int, Job] = {}
+        self.waiting = 0  # jobs sent and not yet answered
+        self.ready: asyncio.Future[None] = spawner.loop.create_future()
+        self.answered_at = spawner.loop.time()
+        self.backlog: deque[tuple[bytes, list[int]]] = deque()
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.sock.setblocking(False)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            settings = {
+                "uid": user.uid,
+                "gid": user.gid,
+                "groups": "+".join(map(str, user.groups)),
+                "umask": spawner.umask,
+                "nofile": spawner.nofile,
+            }
+            text = ",".join(f"{name}={value}" for name, value in settings.items())
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", HELPER_FILE, str(theirs.fileno()), text],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={"LC_ALL": "C.UTF-8"},
+                cwd="/",
+                start_new_session=True,
+            )
+        except BaseException:
+            self.sock.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self.process.pid
+        self.closed = self.dead = False
+        spawner.loop.add_reader(self.sock.fileno(), self._read)
+        spawner.reaper.expect(self.pid, self._died)
+
+    def send(self, job: Job, packet: bytes, fds: list[int]) -> None:
+        """Takes over `fds`, which are closed once sent."""
+        self.jobs[job.seq] = job
+        if not self.waiting:
+            self.answered_at = self.spawner.loop.time()
+        self.waiting += 1
+        if self.backlog:
+            self.backlog.append((packet, fds))
+            return
+        if not self._try_send(packet, fds):
+            self.backlog.append((packet, fds))
+            self.spawner.loop.add_writer(self.sock.fileno(), self._drain)
+
+    def _try_send(self, packet: bytes, fds: list[int]) -> bool:
+        try:
+            self.sock.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as why:
+            if why.errno in (errno.ENOBUFS, errno.ETOOMANYREFS):
+                return False
+            # the helper is gone; its end is on its way and settles the job
+        for fd in fds:
+            os.close(fd)
+        return True
+
+    def _drain(self) -> None:
+        while self.backlog:
+            if not self._try_send(*self.backlog[0]):
+                return
+            self.backlog.popleft()
+        self.spawner.loop.remove_writer(self.sock.fileno())
+
+    def _read(self) -> None:
+        for _ in range(64):
+            try:
+                packet = self.sock.recv(256)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._detach()
+                # It is dead or about to be; a helper whose socket is closed serves nothing
+                self._kill()
+                return
+            if len(packet) == REPLY.size:
+                self._heard(*REPLY.unpack(packet))
+
+    def _heard(
+        self, kind: int, flag: int, stage: int, error: int, seq: int, pid: int, status: int, user: float,
+        system: float, rss: int,
+    ) -> None:  # fmt: skip
+        if kind == EXITED:
+            job = self.jobs.pop(seq, None)
+            if job is not None:
+                job.exited(status, user, system, rss, bool(flag))
+            return
+        self.answered_at = self.spawner.loop.time()
+        if kind == SPAWNED:
+            self.waiting -= 1
+            job = self.jobs.get(seq)
+            if job is not None:
+                job.spawned(pid)
+        elif kind == FAILED:
+            self.waiting -= 1
+            job = self.jobs.pop(seq, None)
+            if job is not None:
+                job.failed(error, stage)
+        elif kind == READY and not self.ready.done():
+            self.ready.set_result(None)
+
+    def _kill(self) -> None:
+        if self.dead:  # collected: the pid may be another's by now
+            return
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def check(self, now: float) -> None:
+        """Ends a helper that does not answer any more, so that its place is taken."""
+        if self.waiting and not self.closed and now - self.answered_at > ANSWER_SEC:
+            log.error("helper_stuck", extra={"helper": self.pid, "waiting": self.waiting})
+            self._kill()
+
+    def _detach(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        loop = self.spawner.loop
+        loop.remove_reader(self.sock.fileno())
+        if self.backlog:
+            loop.remove_writer(self.sock.fileno())
+        self.sock.close()
+        for _packet, fds in self.backlog:
+            for fd in fds:
+                os.close(fd)
+        self.backlog.clear()
+
+    def _died(self, status: int, _user: float, _system: float, _rss: int) -> None:
+        self.dead = True
+        self.process.returncode = os.waitstatus_to_exitcode(status)  # collected by us, not by Popen
+        if not self.closed:
+            self._read()  # what it said before its end
+        self._detach()
+        if not self.ready.done():
+            self.ready.set_exception(RuntimeError(f"a spawn helper ended at its start with {self.process.returncode}"))
+            self.ready.exception()  # seen: the starter awaits it, later replacements are retried
+        self.spawner.helper_died(self)
+
+    def close(self) -> None:
+        """The end of its socket tells the helper to kill what it started and go."""
+        self._detach()
+
+
+class Spawner:
+    def __init__(
+        self, reaper: Reaper, user: CommandUser, *, helpers: int, umask: int, nofile: int | None = None
+    ) -> None:
+        self.reaper = reaper
+        self.user = user
+        self.umask = umask
+        self.nofile = nofile if nofile is not None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.loop: asyncio.AbstractEventLoop
+        self._count = helpers
+        self._helpers: dict[int, list[_Helper]] = {}  # by uid
+        # 29 random bits, so that executors that share a pid namespace tell their commands apart
+        self._seq = self._first_seq = MARK_MIN + (secrets.randbits(29) << 30)
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._alive = 0
+        self._restarts: deque[float] = deque(maxlen=16)
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        for _ in range(self._count):
+            self._add(self.user)
+        async with asyncio.timeout(READY_SEC):
+            for helper in self._helpers[self.user.uid]:
+                await asyncio.shield(helper.ready)
+
+    def _add(self, user: CommandUser) -> _Helper:
+        helper = _Helper(self, user)
+        self._helpers.setdefault(user.uid, []).append(helper)
+        self._alive += 1
+        self._idle.clear()
+        return helper
+
+    def next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def spawn(
+        self, job: Job, user: CommandUser, argv: list[bytes], env: list[bytes], cwd: bytes, stdin: int | None,
+        stdout: int, stderr: int | None, script: int | None,
+    ) -> None:  # fmt: skip
+        """Starts a command; the descriptors become the spawner's. The outcome comes through `job`."""
+        fds = [fd for fd in (stdin, stdout, stderr, script) if fd is not None]
+        packet = marshal.dumps((job.seq, stdin is not None, stderr is not None, script is not None, argv, env, cwd))
+        if len(packet) > PACKET_BYTES:
+            memory = os.memfd_create("sojourn-job", os.MFD_CLOEXEC)
+            fds.append(memory)
+            view = memoryview(packet)
+            while view:
+                view = view[os.write(memory, view) :]
+            packet = b"m"
+        helpers = self._helpers.get(user.uid)
+        helper = min(helpers, key=_load) if helpers else self._add(user)
+        helper.send(job, packet, fds)
+        if self._watch is None:
+            self._watch = self.loop.call_later(ANSWER_SEC, self._check)
+
+    def _check(self) -> None:
+        """Runs only while a job waits for its helper: an idle executor has no timer."""
+        self._watch = None
+        now = self.loop.time()
+        waiting = False
+        for helpers in self._helpers.values():
+            for helper in helpers:
+                helper.check(now)
+                waiting = waiting or helper.waiting > 0
+        if waiting and not self._closing:
+            self._watch = self.loop.call_later(ANSWER_SEC / 3, self._check)
+
+    def helper_died(self, helper: _Helper) -> None:
+        self._alive -= 1
+        if not self._alive:
+            self._idle.set()
+        self._helpers[helper.user.uid].remove(helper)
+        jobs, helper.jobs = helper.jobs, {}
+        if jobs:
+            log.warning("helper_died", extra={"helper": helper.pid, "commands": len(jobs)})
+        for job in jobs.values():
+            if not job.pid:
+                self._adopt_unknown(job)
+            elif not self.reaper.adopt(job.pid, _orphaned(job)):
+                job.lost()  # the helper had collected it and died before it said so
+        if self._closing:
+            return
+        now = self.loop.time()
+        self._restarts.append(now)
+        burst = len(self._restarts) == self._restarts.maxlen and now - self._restarts[0] < 1.0
+        self.loop.call_later(0.5 if burst else 0.0, self._replace, helper.user)
+
+    def _replace(self, user: CommandUser) -> None:
+        wanted = self._count if user.uid == self.user.uid else 1
+        if self._closing or len(self._helpers[user.uid]) >= wanted:
+            return
+        try:
+            self._add(user)
+        except OSError as why:  # no pid or memory left in the pod for the moment
+            log.error("helper_start_failed", extra={"errno": why.errno})
+            self.loop.call_later(0.5, self._replace, user)
+
+    def _adopt_unknown(self, job: Job) -> None:
+        """The helper died between taking the job and telling its pid: the command's mark says whether it runs."""
+
+        def found(done: asyncio.Future[int]) -> None:
+            pid = 0 if done.cancelled() or done.exception() is not None else done.result()
+            if not pid:
+                job.lost()
+                return
+            job.spawned(pid)
+            if not self.reaper.adopt(pid, _orphaned(job)):
+                job.lost()
+
+        self.loop.run_in_executor(None, tree.find_marked, job.seq).add_done_callback(found)
+
+    def _is_ours(self, one: tree.Seen) -> bool:
+        return one.pid != os.getpid() and self._first_seq < tree.mark_of(one.pid) <= self._seq
+
+    async def close(self) -> None:
+        """Ends the helpers, and with them every command, before it returns; at most a few seconds."""
+        self._closing = True
+        if self._watch is not None:
+            self._watch.cancel()
+        helpers = [helper for helpers in self._helpers.values() for helper in helpers]
+        for helper in helpers:
+            helper.close()
+        try:
+            async with asyncio.timeout(2.0):
+                await self._idle.wait()
+        except TimeoutError:
+            await asyncio.to_thread(tree.kill_where, lambda one: one.session in {helper.pid for helper in helpers})
+        marked = await asyncio.to_thread(tree.kill_where, self._is_ours)
+        if marked:
+            log.warning("commands_killed_at_end", extra={"count": marked})
+
+
+def _load(helper: _Helper) -> int:
+    return len(helper.jobs)
+
+
+def _orphaned(job: Job) -> Callable[[int, float, float, int], None]:
+    def ended(status: int, user: float, system: float, rss: int) -> None:
+        job.exited(status, user, system, rss, True)
+
+    return ended
