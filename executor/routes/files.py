@@ -11,7 +11,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import PayloadEncodingError
 
-from executor.errors import InvalidRequest, PreconditionFailed, RangeNotSatisfiable
+from executor.errors import ExecutorError, InvalidRequest, PreconditionFailed, RangeNotSatisfiable
 from executor.files import STALL_SEC, FileService, OpenFile
 from executor.filetree import MAX_DEPTH
 from executor.routes.reply import flag_of, json_reply, read_json, read_query, whole_of
@@ -104,20 +104,19 @@ async def _send(request: web.Request, file: OpenFile, as_text: bool) -> web.Stre
     response = web.StreamResponse(status=200 if part is None else 206, headers=headers)
     await response.prepare(request)
     if request.method != "HEAD":
-        async for piece in file.pieces(start, end):
-            async with asyncio.timeout(STALL_SEC):
-                await response.write(piece)
-            start += len(piece)
-        if start < end:  # cut meanwhile: only a broken connection tells the caller that this is not all
-            _break_off(request)
+        try:
+            async for piece in file.pieces(start, end):
+                async with asyncio.timeout(STALL_SEC):
+                    await response.write(piece)
+                start += len(piece)
+        except (TimeoutError, ExecutorError):
+            pass  # a reader that takes nothing, or a disk that gives nothing
+        if start < end:  # that, or the file was cut: only a broken connection tells the caller that this is not all
+            if request.transport is not None:
+                request.transport.abort()
             return response
     await response.write_eof()
     return response
-
-
-def _break_off(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
 
 
 def _http_date(seconds: float) -> str:
