@@ -1,0 +1,1 @@
+"""Isolated containers on this machine."""
