@@ -131,16 +131,20 @@ class Tenants:
 
         Raises Unauthenticated; RateLimited where `address` (the caller's, "" for none) has failed too often lately
         and this key was not seen valid before; StoreUnavailable."""
-        digest = hashlib.sha256((key_text or "").encode("utf-8", "surrogatepass")).digest()
+        key_text = key_text or ""
+        digest = hashlib.sha256(key_text.encode("utf-8", "surrogatepass")).digest()
         record = self._verified.get(digest)
         if record is None:
             if not self._verified.knew(digest):  # a key that was good shares an address with who guesses, and works on
                 self._failures.check(address)
-            record = await self._looked_up_once(digest, key_text or "")
-        if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
-            self._failures.note(address)
-            raise Unauthenticated("the X-Api-Key header holds no valid key")
-        return record
+            shape = KEY_SHAPE.match(key_text)
+            if shape is not None and hmac.compare_digest(shape[3], _checksum(shape[1], shape[2])):
+                record = await self._looked_up_once(digest, shape[1], shape[2])
+        if record is not None and (record.expires_at is None or self._clock() < record.expires_at):
+            return record
+        self._verified.forget_text(digest)
+        self._failures.note(address)
+        raise Unauthenticated("the X-Api-Key header holds no valid key")
 
     @staticmethod
     def principal(
@@ -164,11 +168,11 @@ class Tenants:
         member = check_member(member_header) if member_header else record.member
         return Principal(owner, record.role, record.key_id, member)
 
-    async def _looked_up_once(self, digest: bytes, key_text: str) -> KeyRecord | None:
+    async def _looked_up_once(self, digest: bytes, key_id: str, secret: str) -> KeyRecord | None:
         """A thousand requests at once with one key ask the store once."""
         lookup = self._lookups.get(digest)
         if lookup is None:
-            lookup = asyncio.create_task(self._looked_up(digest, key_text), name="api-key-lookup")
+            lookup = asyncio.create_task(self._looked_up(digest, key_id, secret), name="api-key-lookup")
             self._lookups[digest] = lookup
             lookup.add_done_callback(lambda done: self._looked_up_done(digest, done))
         return await asyncio.shield(lookup)
@@ -178,19 +182,13 @@ class Tenants:
         if not lookup.cancelled():
             lookup.exception()  # seen here, in case that all who waited have hung up
 
-    async def _looked_up(self, digest: bytes, key_text: str) -> KeyRecord | None:
-        shape = KEY_SHAPE.match(key_text)
-        if shape is None or not hmac.compare_digest(shape[3], _checksum(shape[1], shape[2])):
-            return None
-        record = await self._store.get_key(shape[1])
+    async def _looked_up(self, digest: bytes, key_id: str, secret: str) -> KeyRecord | None:
+        record = await self._store.get_key(key_id)
         # The same work where there is no such key: how long it takes does not tell which ids exist.
         expected = _NO_HASH if record is None else record.secret_hash
-        if not hmac.compare_digest(self._hash(shape[2]), expected):
-            record = None
-        if record is None:
-            self._verified.forget_text(digest)
-        else:
-            self._verified.put(digest, record)
+        if not hmac.compare_digest(self._hash(secret), expected) or record is None:
+            return None
+        self._verified.put(digest, record)
         return record
 
     def _hash(self, secret: str) -> str:
