@@ -278,30 +278,31 @@ class ExecutorClient:
         upload = _Upload(body) if body is not None and not isinstance(body, bytes) else None
         with self._channel(pod) as channel:
             url = channel.base.with_path(path, encoded=True)
-            url = URL(f"{url}?{query}", encoded=True) if query else url
-            response: aiohttp.ClientResponse | None = None
+            if query:
+                url = URL(f"{url}?{query}", encoded=True)
             try:
                 with _as_ours():
                     response = await channel.session.request(
                         method,
                         url,
-                        data=body if upload is None else upload.chunks(),
+                        data=upload.chunks() if upload is not None else body,
                         headers=sent,
                         timeout=timeout,
                         allow_redirects=False,
                     )
                     if response.status not in _FORWARDED and method != "HEAD":
-                        raise refusal(response.status, await _read(response, ERROR_BYTES))
-                if response.status not in _FORWARDED and response.status not in _ERROR_STATUSES:
-                    raise ExecutorUnreachable(f"the pod answered {response.status}")
-                yield ForwardedResponse(response.status, _answer_headers(response), _chunks(response))
+                        async with response:
+                            raise refusal(response.status, await _read(response, ERROR_BYTES))
             except (_Interrupted, BadAnswer, TimeoutError) as why:
                 if upload is not None and upload.failure is not None:
                     raise upload.failure from None  # it was the caller's body that broke, not the pod
                 raise ExecutorUnreachable(f"the pod broke off: {_words(why)}") from why
+            try:
+                if response.status not in _FORWARDED and response.status not in _ERROR_STATUSES:
+                    raise ExecutorUnreachable(f"the pod answered {response.status}")
+                yield ForwardedResponse(response.status, _answer_headers(response), _chunks(response))
             finally:
-                if response is not None:
-                    _let_go(response, whole=response.content.at_eof())
+                _let_go(response, whole=response.content.at_eof())
 
     # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
 

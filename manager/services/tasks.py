@@ -1,0 +1,400 @@
+"""A task session: commands, processes and files of one task, told with its sandbox.
+
+Each call finds or provides the task's sandbox, counts as work on it while it runs, and goes to the pod's executor. A
+pod that turns out to have ended before it got the call is replaced once; after that the outcome is unknown, and
+nothing is run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from typing import Final, Literal
+
+import msgspec
+
+from executor.wire import ExecRequest, ExecResult, FrameEvent, bad_field
+from manager.errors import (
+    ExecutorUnreachable,
+    InvalidRequest,
+    ManagerError,
+    NotFound,
+    OutcomeUnknown,
+    Provisioning,
+    SandboxReplaced,
+)
+from manager.executor_answers import ExecutorNotReached
+from manager.executor_client import STREAM_IDLE_SEC, ExecutorClient, ForwardedResponse
+from manager.model import Binding, BindingState, Owner, PodEnded, Principal
+from manager.services.idempotency import Once
+from manager.services.leases import Leases
+from manager.services.sandboxes import Bound, Provisioned, Sandboxes, Workspace, gone, when
+from manager.store.base import Store
+
+_PROVIDES: Final = frozenset({"POST", "PUT"})
+_ROOTS: Final = frozenset({"processes", "files", "usage"})
+_MAX_WAIT_SEC: Final = 86_400.0
+_EXEC_REQUEST: Final = msgspec.json.Decoder(ExecRequest)
+
+
+class Previous(msgspec.Struct, frozen=True):
+    """How the task's last pod ended, in an answer that comes from a new one."""
+
+    reason: str
+    at: str  # RFC 3339
+
+
+class SandboxFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an answer adds about where it comes from."""
+
+    sandbox_id: str
+    pod_id: str
+    provisioned: Provisioned
+    workspace: Workspace
+    previous: Previous | None = None
+
+
+class TaskExecAnswer(msgspec.Struct, frozen=True):
+    result: ExecResult
+    facts: SandboxFacts
+
+
+class TaskStream(msgspec.Struct, frozen=True):
+    facts: SandboxFacts
+    process_id: str
+    events: AsyncIterator[FrameEvent]  # ends with Exit, or raises OutcomeUnknown
+
+
+class TaskForward(msgspec.Struct, frozen=True):
+    facts: SandboxFacts
+    response: ForwardedResponse
+
+
+class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
+    until: str  # RFC 3339
+    hard_end: str
+    left_sec: float
+    operations: int
+
+
+class TaskView(msgspec.Struct, frozen=True, kw_only=True):
+    """A task's sandbox as it is now."""
+
+    task_id: str
+    sandbox_id: str
+    stage: Literal["active", "idle", "reclaimed"]
+    profile: str
+    target: str
+    generation: int
+    pod_id: str | None
+    created_at: str  # of this pod's claim
+    lease: LeaseView | None = None
+    ended: Previous | None = None
+
+
+class TaskSessions:
+    def __init__(self, store: Store, sandboxes: Sandboxes, leases: Leases, client: ExecutorClient) -> None:
+        self._store = store
+        self._sandboxes = sandboxes
+        self._leases = leases
+        self._client = client
+        self.stale_results_rejected = 0
+
+    # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def exec(
+        self,
+        principal: Principal,
+        task_id: str,
+        request: ExecRequest,
+        *,
+        profile: str | None = None,
+        region: str | None = None,
+        idempotency_key: str | None = None,
+        pod_expected: str | None = None,
+    ) -> TaskExecAnswer:
+        """Runs the command in the task's sandbox and waits for its end."""
+        owner = principal.owner
+        once = self._once(owner, task_id, idempotency_key, "exec", request)
+        for last in (False, True):
+            bound = await self._bound(owner, task_id, profile, region, pod_expected)
+            with self._sandboxes.operation(bound):
+                await once.prepare(bound)
+                try:
+                    result = await self._client.exec(bound.pod, once.request)
+                except ExecutorNotReached:
+                    if last or not await self._replaceable(bound, once):
+                        raise
+                    continue
+                except (OutcomeUnknown, ExecutorUnreachable):
+                    self._sandboxes.invalidate(bound.binding)
+                    raise
+                self._check_current(bound, once.request.id)
+                await once.settle(bound)
+            return TaskExecAnswer(result, _facts(bound))
+        raise AssertionError("the second try returned or raised")
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        principal: Principal,
+        task_id: str,
+        request: ExecRequest,
+        *,
+        profile: str | None = None,
+        region: str | None = None,
+        idempotency_key: str | None = None,
+        pod_expected: str | None = None,
+    ) -> AsyncIterator[TaskStream]:
+        """The same as events. Errors before the command was sent are raised on entering."""
+        owner = principal.owner
+        once = self._once(owner, task_id, idempotency_key, "exec", request)
+        async with AsyncExitStack() as stack:
+            for last in (False, True):
+                bound = await self._bound(owner, task_id, profile, region, pod_expected)
+                with self._sandboxes.operation(bound):
+                    await once.prepare(bound)
+                    try:
+                        events = await stack.enter_async_context(self._client.stream(bound.pod, once.request))
+                    except ExecutorNotReached:
+                        if last or not await self._replaceable(bound, once):
+                            raise
+                        continue
+                    except (OutcomeUnknown, ExecutorUnreachable):
+                        self._sandboxes.invalidate(bound.binding)
+                        raise
+                    await once.settle(bound)
+                    yield TaskStream(_facts(bound), once.request.id or "", self._current_events(bound, once, events))
+                    return
+
+    # ── processes, files, usage ─────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def forward(
+        self,
+        principal: Principal,
+        task_id: str,
+        method: str,
+        path: str,
+        query: str,
+        headers: Mapping[str, str],
+        body: AsyncIterator[bytes] | bytes | None,
+        *,
+        profile: str | None = None,
+        region: str | None = None,
+        idempotency_key: str | None = None,
+        pod_expected: str | None = None,
+        wait_sec: float | None = 0.0,
+    ) -> AsyncIterator[TaskForward]:
+        """One of the executor's own calls, authorised and leased.
+
+        `path` is the executor's ("/v1/files"), it and `query` percent-encoded. POST and PUT provide a sandbox, but
+        not for a process that can only be in one that is there; other methods never do. `wait_sec`: how long the
+        executor may be silent on purpose (a long poll); None: as long as it likes (an output that is followed)."""
+        parts = path.split("/")
+        if len(parts) < 3 or parts[:2] != ["", "v1"] or parts[2] not in _ROOTS:
+            raise NotFound(f"there is no {path[:100]!r} in a sandbox")
+        owner = principal.owner
+        starts = method == "POST" and path == "/v1/processes"
+        once: Once | None = None
+        if starts:
+            request = _exec_request(body)
+            once = self._once(owner, task_id, idempotency_key, "process", request)
+            body = msgspec.json.encode(once.request)
+            headers = {"Content-Type": "application/json"}
+        provides = method in _PROVIDES and (starts or parts[2] != "processes")
+        works = method in ("POST", "PUT", "DELETE") or (method == "GET" and path == "/v1/files")
+        idle_sec = None if wait_sec is None else STREAM_IDLE_SEC + min(wait_sec, _MAX_WAIT_SEC)
+        given = _Given(body)
+        async with AsyncExitStack() as stack:
+            for last in (False, True):
+                if provides:
+                    bound = await self._bound(owner, task_id, profile, region, pod_expected)
+                else:
+                    bound = await self._existing(owner, task_id, pod_expected, renew=works)
+                with self._sandboxes.operation(bound) if works else nullcontext():
+                    if once is not None:
+                        await once.prepare(bound)
+                    try:
+                        response = await stack.enter_async_context(
+                            self._client.forward(
+                                bound.pod, method, path, query, headers, given.body(), idle_sec=idle_sec
+                            )
+                        )
+                    except ExecutorNotReached:
+                        if not await self._sandboxes.check_gone(bound):
+                            raise
+                        if not provides:
+                            raise gone(self._sandboxes.ended(bound.binding.pod)) from None
+                        if last or given.begun:
+                            raise
+                        if once is not None:
+                            await once.not_sent()
+                        continue
+                    self._check_current(bound, once.request.id if once is not None else None)
+                    if once is not None:
+                        await once.settle(bound)
+                    yield TaskForward(_facts(bound), response)
+                    return
+
+    # ── the task itself ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def get(self, principal: Principal, task_id: str) -> TaskView:
+        """Raises NotFound for a task that was never used."""
+        binding = await self._sandboxes.find(principal.owner, task_id)
+        if binding is None:
+            raise NotFound("there is no such task")
+        return await self._view(binding)
+
+    async def list(self, principal: Principal) -> list[TaskView]:
+        """Every task of the project that has a sandbox, oldest first."""
+        bindings = await self._store.list_bindings(principal.owner)
+        bindings.sort(key=lambda binding: (binding.created_at, binding.sandbox_id))
+        return [await self._view(binding, ask=False) for binding in bindings]
+
+    async def retire(self, owner: Owner, task_id: str) -> None:
+        """Ends the task's sandbox; no error where there is none."""
+        await self._sandboxes.retire(owner, task_id)
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _once(self, owner: Owner, task_id: str, key: str | None, kind: str, request: ExecRequest) -> Once:
+        if (bad := bad_field(request)) is not None:
+            raise InvalidRequest(f"{bad[0]} {bad[1]}", field=bad[0])
+        return Once(self._store, owner, task_id, key, kind, request)
+
+    async def _bound(
+        self, owner: Owner, task_id: str, profile: str | None, region: str | None, pod_expected: str | None
+    ) -> Bound:
+        if pod_expected is not None:
+            await self._expect(owner, task_id, pod_expected)
+        bound = await self._sandboxes.ensure(owner, task_id, profile, region)
+        if pod_expected is not None and bound.binding.pod != pod_expected:
+            raise _replaced(pod_expected, bound.binding.pod)
+        return bound
+
+    async def _expect(self, owner: Owner, task_id: str, pod: str) -> None:
+        """Raises SandboxReplaced or SandboxGone unless the task is bound to that very pod: no other is provided."""
+        binding = await self._sandboxes.find(owner, task_id)
+        if binding is None or binding.pod != pod:
+            raise _replaced(pod, binding.pod if binding is not None else "")
+        if binding.state is BindingState.ENDED:
+            raise gone(binding.ended)
+
+    async def _existing(self, owner: Owner, task_id: str, pod_expected: str | None, *, renew: bool) -> Bound:
+        binding = await self._sandboxes.find(owner, task_id)
+        if binding is None:
+            raise NotFound("there is no such task")
+        if binding.state is BindingState.CLAIMING:
+            raise Provisioning("the task's sandbox is still being made")
+        if pod_expected is not None and binding.pod != pod_expected:
+            raise _replaced(pod_expected, binding.pod)
+        if binding.state is BindingState.ENDED:
+            raise gone(binding.ended)
+        if not renew:
+            return self._sandboxes.bound_of(binding)
+        bound = await self._sandboxes.ensure_found(binding)
+        if bound is None:
+            raise gone(self._sandboxes.ended(binding.pod))
+        return bound
+
+    async def _replaceable(self, bound: Bound, once: Once) -> bool:
+        """The executor was not reached: whether its pod has ended, so that another may run the command."""
+        if not await self._sandboxes.check_gone(bound):
+            return False
+        await once.not_sent()
+        return True
+
+    def _check_current(self, bound: Bound, process_id: str | None) -> None:
+        """Raises SandboxGone where the pod's time was over before its answer came: it speaks for nobody any more."""
+        ended = self._sandboxes.ended(bound.binding.pod)
+        if ended is not None:
+            self.stale_results_rejected += 1
+            error = gone(ended)
+            if process_id is not None:
+                error.details["id"] = process_id
+            raise error
+
+    async def _current_events(
+        self, bound: Bound, once: Once, events: AsyncIterator[FrameEvent]
+    ) -> AsyncIterator[FrameEvent]:
+        async for event in events:
+            if self._sandboxes.ended(bound.binding.pod) is not None:
+                self._check_current(bound, once.request.id)
+            yield event
+
+    async def _view(self, binding: Binding, *, ask: bool = True) -> TaskView:
+        """`ask`: also the executor, for work that no operation holds."""
+        live = binding.state is not BindingState.ENDED
+        lease = await self._store.get_lease(binding.sandbox_id) if binding.state is BindingState.BOUND else None
+        operations = max(lease.operations if lease else 0, self._leases.operations(binding.sandbox_id))
+        working = operations > 0 or binding.state is BindingState.CLAIMING
+        if ask and binding.state is BindingState.BOUND and not working:
+            working = await self._runs(binding)
+        return TaskView(
+            task_id=binding.task_id,
+            sandbox_id=binding.sandbox_id,
+            stage="reclaimed" if not live else "active" if working else "idle",
+            profile=binding.profile,
+            target=binding.target,
+            generation=binding.generation,
+            pod_id=binding.pod if live and binding.pod else None,
+            created_at=when(binding.created_at),
+            lease=LeaseView(
+                until=when(lease.until),
+                hard_end=when(lease.hard_end),
+                left_sec=round(max(0.0, lease.until - lease.now), 3),
+                operations=operations,
+            )
+            if lease is not None
+            else None,
+            ended=_previous(binding.ended if not live else None),
+        )
+
+    async def _runs(self, binding: Binding) -> bool:
+        """Whether background work runs, as far as the executor says so."""
+        try:
+            info = await self._client.lease(self._sandboxes.bound_of(binding).pod)
+        except ManagerError:
+            return False
+        return info.running > 0
+
+
+class _Given:
+    """A caller's body, and whether any of it has gone to a pod."""
+
+    def __init__(self, given: AsyncIterator[bytes] | bytes | None) -> None:
+        self._given = given
+        self.begun = False
+
+    def body(self) -> AsyncIterator[bytes] | bytes | None:
+        return self._given if self._given is None or isinstance(self._given, bytes) else self._chunks(self._given)
+
+    async def _chunks(self, given: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        self.begun = True
+        async for chunk in given:
+            yield chunk
+
+
+def _exec_request(body: AsyncIterator[bytes] | bytes | None) -> ExecRequest:
+    """Raises InvalidRequest."""
+    if not isinstance(body, bytes):
+        raise InvalidRequest("a process is started with a JSON body", field="command")
+    try:
+        return _EXEC_REQUEST.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as why:
+        raise InvalidRequest(f"the body is no process to start: {str(why)[:300]}") from None
+
+
+def _facts(bound: Bound) -> SandboxFacts:
+    binding = bound.binding
+    return SandboxFacts(binding.sandbox_id, binding.pod, bound.provisioned, bound.workspace, _previous(bound.previous))
+
+
+def _previous(ended: PodEnded | None) -> Previous | None:
+    return None if ended is None else Previous(ended.reason, when(ended.at))
+
+
+def _replaced(expected: str, found: str) -> SandboxReplaced:
+    now = f"it has {found} now" if found else "it has none now"
+    return SandboxReplaced(f"the task's pod is not {expected[:64]!r} any more: {now}", pod_id=found or None)
