@@ -1,1 +1,43 @@
-"""Run an agent task's commands in its own isolated sandbox: `Client`, `AsyncClient` and the command line `sojourn`."""
+"""Run an agent task's commands in its own isolated sandbox.
+
+    from sojourn import Client
+
+    with Client() as client:
+        task = client.task("my-task")
+        print(task.exec("python3 --version").stdout)
+
+`AsyncClient` is the same for asyncio. Errors are in `sojourn.errors`, the types of answers in `sojourn.types`.
+"""
+
+from sojourn.client import AsyncClient, AsyncKeys
+from sojourn.errors import APIError, CommandFailed, SojournError
+from sojourn.files import AsyncFiles
+from sojourn.processes import AsyncProcess
+from sojourn.streams import AsyncCommandStream
+from sojourn.sync import Client, CommandStream, Files, Keys, Process, Task
+from sojourn.tasks import AsyncTask
+from sojourn.types import Event, ExecResult, Exit, Gap, Output, Started
+
+__all__ = [
+    "APIError",
+    "AsyncClient",
+    "AsyncCommandStream",
+    "AsyncFiles",
+    "AsyncKeys",
+    "AsyncProcess",
+    "AsyncTask",
+    "Client",
+    "CommandFailed",
+    "CommandStream",
+    "Event",
+    "ExecResult",
+    "Exit",
+    "Files",
+    "Gap",
+    "Keys",
+    "Output",
+    "Process",
+    "SojournError",
+    "Started",
+    "Task",
+]

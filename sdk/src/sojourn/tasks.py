@@ -1,0 +1,195 @@
+"""A task: its commands, processes, files, resource use and end. The first call that needs its sandbox gets it made."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from sojourn.errors import NotFound
+from sojourn.files import AsyncFiles
+from sojourn.paths import task_path
+from sojourn.processes import AsyncProcess, StartedProcess
+from sojourn.streams import START_SEC, AsyncCommandStream
+from sojourn.transport import Transport, decode
+from sojourn.types import ExecResult, ProcessInfo, ProcessList, SandboxState, UsageReport
+
+Command = str | Sequence[str]
+Stdin = str | bytes | AsyncIterable[bytes]
+
+DEFAULT_OUTPUT_BYTES: Final = 10 << 20
+MAX_KEPT_BY_SERVER: Final = 64 << 20
+INLINE_STDIN_BYTES: Final = 4 << 20  # more goes in pieces, beside the running command
+
+
+def new_process_id() -> str:
+    return "p" + uuid.uuid4().hex
+
+
+class AsyncTask:
+    """A handle on one task of the caller's project. Making the handle calls nobody."""
+
+    def __init__(self, transport: Transport, task_id: str, *, profile: str | None, region: str | None) -> None:
+        self.id = task_id
+        self._transport = transport
+        self._path = task_path(task_id)
+        self._scope = {"profile": profile, "region": region}
+        self.files = AsyncFiles(transport, self._path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    def stream(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: Stdin | None = None,
+        timeout_sec: float | None = None,
+        no_output_timeout_sec: float | None = None,
+        grace_sec: float | None = None,
+        user: str | None = None,
+        merge_output: bool = False,
+        id: str | None = None,
+        on_disconnect: Literal["continue", "kill"] | None = None,
+    ) -> AsyncCommandStream:
+        """The command's events as they happen. It runs in bash if it is a string, directly if it is a list.
+
+        Without `stdin` the command reads an immediate end of input. `id` names the process: the same id again joins
+        the first run instead of running again. The stream raises APIError where the command could not be started,
+        and OutcomeUnknown, ConnectionFailed or DeadlineExceeded where its end was not seen."""
+        body = self._body(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout_sec=timeout_sec,
+            no_output_timeout_sec=no_output_timeout_sec,
+            grace_sec=grace_sec,
+            user=user,
+            merge_output=merge_output or None,
+            id=id,
+            on_disconnect=on_disconnect,
+        )
+        source: AsyncIterable[bytes] | None = None
+        if stdin is not None:
+            raw = stdin.encode() if isinstance(stdin, str) else stdin
+            if isinstance(raw, bytes) and len(raw) <= INLINE_STDIN_BYTES:
+                body["stdin_base64"] = base64.b64encode(raw).decode()
+            else:
+                body["stdin_open"] = True
+                source = _once(raw) if isinstance(raw, bytes) else raw
+        return AsyncCommandStream(self._transport, self._path, body, id or new_process_id(), stdin=source)
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: Stdin | None = None,
+        timeout_sec: float | None = None,
+        no_output_timeout_sec: float | None = None,
+        grace_sec: float | None = None,
+        user: str | None = None,
+        merge_output: bool = False,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        id: str | None = None,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs the command and waits for its end; arguments as for `stream`.
+
+        A command that fails, or is stopped by its own `timeout_sec`, is a result; with `check` it raises
+        CommandFailed. Of each output stream at most `max_output_bytes` are kept, head and tail."""
+        stream = self.stream(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=stdin,
+            timeout_sec=timeout_sec,
+            no_output_timeout_sec=no_output_timeout_sec,
+            grace_sec=grace_sec,
+            user=user,
+            merge_output=merge_output,
+            id=id,
+        )
+        result = await stream.collect(max_output_bytes)
+        return result.check() if check else result
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str | bytes | None = None,
+        timeout_sec: float | None = None,
+        no_output_timeout_sec: float | None = None,
+        grace_sec: float | None = None,
+        user: str | None = None,
+        merge_output: bool = False,
+        id: str | None = None,
+    ) -> AsyncProcess:
+        """Starts the command in the background. Without `stdin` its input stays open for `write_stdin`."""
+        body = self._body(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout_sec=timeout_sec,
+            no_output_timeout_sec=no_output_timeout_sec,
+            grace_sec=grace_sec,
+            user=user,
+            merge_output=merge_output or None,
+            id=id,
+        )
+        if stdin is not None:
+            raw = stdin.encode() if isinstance(stdin, str) else stdin
+            body["stdin_base64"] = base64.b64encode(raw).decode()
+        answer = await self._transport.call(
+            "POST",
+            f"{self._path}/processes",
+            retry="safe",
+            json=body,
+            headers={"Idempotency-Key": id or new_process_id()},
+            deadline_sec=START_SEC,
+        )
+        return self.process(decode(answer.body, StartedProcess).id)
+
+    def process(self, process_id: str) -> AsyncProcess:
+        """The handle of a process that runs or ran in the task's sandbox."""
+        return AsyncProcess(self._transport, self._path, process_id)
+
+    async def processes(self) -> list[ProcessInfo]:
+        """The commands that the task's sandbox runs or has lately run."""
+        answer = await self._transport.call("GET", f"{self._path}/processes", retry="safe")
+        return decode(answer.body, ProcessList).processes
+
+    async def usage(self) -> UsageReport:
+        """What the sandbox uses now, against its limits. Raises NotFound or SandboxGone where there is none."""
+        answer = await self._transport.call("GET", f"{self._path}/usage", retry="safe")
+        return decode(answer.body, UsageReport)
+
+    async def info(self) -> SandboxState:
+        """The task's sandbox: its stage, lease and pod. Raises NotFound for a task that was never used."""
+        answer = await self._transport.call("GET", self._path, retry="safe")
+        return decode(answer.body, SandboxState)
+
+    async def delete(self) -> None:
+        """Ends the task's sandbox with all that is in it. No error where there is none."""
+        try:
+            await self._transport.call("DELETE", self._path, retry="safe")
+        except NotFound:
+            pass
+
+    def _body(self, command: Command, **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"command": command if isinstance(command, str) else list(command)}
+        env = fields.pop("env")
+        if env is not None:
+            body["env"] = dict(env)
+        given = {**fields, **self._scope}
+        return body | {name: value for name, value in given.items() if value is not None}
+
+
+async def _once(data: bytes) -> AsyncGenerator[bytes, None]:
+    yield data

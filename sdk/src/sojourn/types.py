@@ -1,0 +1,381 @@
+"""What the server answers, as this client reads it. Fields that it does not know are ignored, so that an old client
+survives a new server; fields that an older server may leave out have defaults. Sizes are bytes, times RFC 3339.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sojourn.errors import CommandFailed
+
+StreamName = Literal["stdout", "stderr"]
+
+
+class ResourceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a command and the descendants it waited for."""
+
+    user_ms: float = 0.0
+    system_ms: float = 0.0
+    max_rss_bytes: int = 0
+
+
+class Previous(msgspec.Struct, frozen=True, kw_only=True):
+    """How the task's last pod ended: `destroyed`, `expired`, `evicted`, `oom`, `node_lost` or `lost`."""
+
+    reason: str
+    at: str | float | None = None
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """The sandbox that a command ran in, and how it came to it."""
+
+    sandbox_id: str | None = None
+    pod_id: str | None = None
+    provisioned: str | None = None  # `bound`, `warm` or `cold`
+    workspace: str | None = None  # `kept`, `restored` or `fresh`
+    previous: Previous | None = None
+
+
+# ── events of a command ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Started(Where, frozen=True, kw_only=True):
+    """The command runs. The first event of every stream."""
+
+    id: str
+    pid: int | None = None
+    joined: bool = False  # the id was known: this is the run that it already names
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A piece of output, exact bytes; `offset` is how many bytes of that stream came before."""
+
+    stream: StreamName
+    offset: int
+    data: bytes
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """`bytes` of the stream from `offset` on were dropped because nobody read them in time."""
+
+    stream: StreamName
+    offset: int
+    bytes: int
+
+
+class Exit(Where, frozen=True, kw_only=True):
+    """The command has ended. The last event of every stream that did not raise."""
+
+    id: str
+    pid: int | None = None
+    exit_code: int  # 128 + n for a signal, also after a timeout; 127 not found, 126 not executable
+    signal: str | None = None  # "SIGKILL"
+    reason: str  # `exited`, `signaled`, `timeout`, `no_output_timeout`, `cancelled`, `oom_killed`, `lost` ...
+    message: str | None = None  # for people: "timed out after 10 s"
+    timed_out: bool = False
+    stdout_bytes: int = 0  # produced in total
+    stderr_bytes: int = 0
+    truncated: bool = False
+    descendants_left: bool = False
+    started_at: str | None = None
+    duration_ms: float = 0.0
+    usage: ResourceUse | None = None
+
+
+Event = Started | Output | Gap | Exit
+
+
+class Captured(msgspec.Struct, frozen=True):
+    """One stream's bytes as far as they were kept: all of them in `head`, or a head and a tail with a gap between."""
+
+    head: bytes
+    tail: bytes = b""
+    dropped: int = 0  # bytes between the two
+
+    @property
+    def raw(self) -> bytes:
+        return self.head + self.tail
+
+    def text(self) -> str:
+        """As text: bytes that are no UTF-8 replaced, and what is missing said in its place."""
+        if not self.dropped:
+            return self.raw.decode("utf-8", "replace")
+        return (
+            self.head.decode("utf-8", "ignore")
+            + f"\n[... {self.dropped} bytes dropped ...]\n"
+            + self.tail.decode("utf-8", "ignore")
+        )
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended, with its output."""
+
+    exit: Exit
+    where: Where
+    captured: dict[StreamName, Captured]
+
+    @property
+    def id(self) -> str:
+        return self.exit.id
+
+    @property
+    def exit_code(self) -> int:
+        return self.exit.exit_code
+
+    @property
+    def ok(self) -> bool:
+        """Whether the command ended by itself with exit code 0."""
+        return self.exit.exit_code == 0 and self.exit.reason == "exited"
+
+    @property
+    def signal(self) -> str | None:
+        return self.exit.signal
+
+    @property
+    def reason(self) -> str:
+        return self.exit.reason
+
+    @property
+    def message(self) -> str | None:
+        return self.exit.message
+
+    @property
+    def timed_out(self) -> bool:
+        return self.exit.timed_out
+
+    @property
+    def duration_ms(self) -> float:
+        return self.exit.duration_ms
+
+    @property
+    def usage(self) -> ResourceUse | None:
+        return self.exit.usage
+
+    @property
+    def stdout(self) -> str:
+        return self.captured["stdout"].text()
+
+    @property
+    def stderr(self) -> str:
+        return self.captured["stderr"].text()
+
+    @property
+    def stdout_raw(self) -> bytes:
+        return self.captured["stdout"].raw
+
+    @property
+    def stderr_raw(self) -> bytes:
+        return self.captured["stderr"].raw
+
+    @property
+    def truncated(self) -> bool:
+        """Whether output is missing: more than `max_output_bytes` of a stream, or lost before it was read."""
+        return any(kept.dropped > 0 for kept in self.captured.values())
+
+    def check(self) -> ExecResult:
+        """This result itself. Raises CommandFailed unless `ok`."""
+        if not self.ok:
+            raise CommandFailed(self)
+        return self
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A command's state; the outcome's fields are None while it runs."""
+
+    id: str
+    pid: int | None = None
+    state: str  # `starting`, `running` or `ended`
+    command: str | list[str] = ""
+    started_at: str | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    reason: str | None = None
+    message: str | None = None
+    timed_out: bool = False
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    truncated: bool = False
+    descendants_left: bool = False
+    duration_ms: float = 0.0
+    usage: ResourceUse | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state == "ended"
+
+    def as_exit(self) -> Exit:
+        """The outcome of an ended command, as the event that a stream of it ends with."""
+        return Exit(
+            id=self.id,
+            pid=self.pid,
+            exit_code=-1 if self.exit_code is None else self.exit_code,
+            signal=self.signal,
+            reason=self.reason or "lost",
+            message=self.message,
+            timed_out=self.timed_out,
+            stdout_bytes=self.stdout_bytes,
+            stderr_bytes=self.stderr_bytes,
+            truncated=self.truncated,
+            descendants_left=self.descendants_left,
+            started_at=self.started_at,
+            duration_ms=self.duration_ms,
+            usage=self.usage,
+        )
+
+
+class ProcessList(msgspec.Struct, frozen=True):
+    processes: list[ProcessInfo]
+
+
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    path: str
+    type: str  # `file`, `directory`, `symlink`, ...
+    size: int = 0
+    mode: int = 0  # permission bits
+    uid: int = 0
+    gid: int = 0
+    mtime: str | None = None
+    etag: str | None = None
+    target: str | None = None  # a symlink's
+    name_base64: str | None = None  # the exact name where it is not UTF-8; `name` is then a rendering
+
+
+class FileList(msgspec.Struct, frozen=True, kw_only=True):
+    entries: list[FileEntry]
+    truncated: bool = False
+    next: str | None = None
+
+
+# ── resource use ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    working_set_bytes: int
+    usage_bytes: int = 0
+    limit_bytes: int | None = None
+    oom_kills: int = 0
+    source: str = ""
+
+
+class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    usage_ms: float  # since the pod's start, all cores
+    throttled_ms: float = 0.0
+    limit_cores: float | None = None
+    cores: int = 0
+    source: str = ""
+
+
+class PidsUse(msgspec.Struct, frozen=True, kw_only=True):
+    current: int
+    limit: int | None = None
+    source: str = ""
+
+
+class DiskUse(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    used_bytes: int
+    limit_bytes: int = 0
+    inodes_used: int = 0
+    inodes_limit: int = 0
+
+
+class ProcessUse(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    ppid: int = 0
+    name: str = ""
+    user: str = ""
+    rss_bytes: int = 0
+    cpu_ms: float = 0.0
+    threads: int = 0
+    process_id: str | None = None
+
+
+class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sandbox uses against its limits."""
+
+    at: str
+    memory: MemoryUse
+    cpu: CpuUse
+    pids: PidsUse
+    disk: DiskUse
+    processes: list[ProcessUse] = []
+    processes_truncated: bool = False
+
+
+# ── sandboxes and keys ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
+    until: str  # the sandbox is reclaimed then, unless something renews the lease
+    hard_end: str | None = None  # whatever renews it
+    operations: int = 0
+    left_sec: float = 0.0
+
+
+class SandboxState(msgspec.Struct, frozen=True, kw_only=True):
+    """A task's sandbox. `stage`: `starting`, `active` (operations run), `idle`, or `reclaimed` (its pod has ended)."""
+
+    sandbox_id: str
+    task_id: str | None = None
+    stage: str
+    profile: str | None = None
+    target: str | None = None
+    region: str | None = None
+    generation: int = 0  # 1 for the task's first pod
+    pod_id: str | None = None
+    created_at: str | None = None
+    lease: LeaseState | None = None
+    previous: Previous | None = None
+    ended: Previous | None = None
+
+
+class SandboxList(msgspec.Struct, frozen=True):
+    sandboxes: list[SandboxState]
+
+
+class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An API key, without its secret."""
+
+    key_id: str
+    name: str = ""
+    tenant: str = ""
+    project: str = ""
+    role: str = ""
+    member: str | None = None
+    created_at: str | None = None
+    expires_at: str | None = None
+
+
+class KeyCreated(KeyInfo, frozen=True, kw_only=True):
+    """A new key. `key` is shown this once."""
+
+    key: str
+
+
+class KeyList(msgspec.Struct, frozen=True):
+    keys: list[KeyInfo]
+
+
+# ── the server's errors and health ──────────────────────────────────────────────────────────────────────────────
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    message: str = ""
+    retryable: bool = False
+    details: dict[str, Any] = {}
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str
+    message: str | None = None
