@@ -1,0 +1,3 @@
+"""The manager: finds, claims and reclaims a sandbox for each task."""
+
+__version__ = "0.1.0"

@@ -293,7 +293,8 @@ class ManagerConfig:
                     values[setting.field] = setting.parse(raw)
                 except ValueError as why:
                     shown = "a value that is refused: it " if setting.secret else ""
-                    raise BadConfig(f"{origin}: {setting.env or setting.field} {shown}{why}") from None
+                    name = setting.field if origin.startswith("file") else setting.env or setting.field
+                    raise BadConfig(f"{origin}: {name} {shown}{why}") from None
                 origins[setting.field] = origin
         if "metrics_port" not in values:
             port = values.get("port", cls.port)

@@ -1,0 +1,234 @@
+"""The route table: from it aiohttp's routes, the OpenAPI document, /docs and the security tests are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from executor import wire
+from manager import __version__
+from manager.api import operators, tasks
+from manager.api.docs_page import page
+from manager.api.openapi import document
+from manager.api.server import DOCUMENTS, SERVICES, Documents, Route, expectation, guard
+from manager.api.services import Services
+from manager.api.wire import (
+    EXEC_BODY_BYTES,
+    CommandResult,
+    CreateKey,
+    HealthState,
+    KeyCreated,
+    KeyList,
+    PoolList,
+    SandboxList,
+    SandboxState,
+    StreamEvent,
+    TargetList,
+    TaskCommand,
+)
+from manager.model import Role
+
+# Ids are matched as whole path segments: aiohttp's own `{id}` takes no braces, and an empty id has its own refusal.
+_TASK: Final = "/sandbox/task/{task_id:[^/]*}"
+_PROCESS: Final = _TASK + "/processes/{process_id:[^/]+}"
+
+_PROVISIONING: Final = (
+    "invalid_task_id", "unknown_profile", "profile_mismatch", "sandbox_replaced", "no_target_in_region",
+    "task_bound_elsewhere", "quota_exceeded", "rate_limited", "capacity_exhausted", "provisioning",
+    "image_pull_failed", "isolation_unavailable", "executor_unreachable", "sandbox_gone", "wrong_pod", "too_large",
+)  # fmt: skip
+_FINDING: Final = (
+    "invalid_task_id", "not_found", "sandbox_gone", "sandbox_replaced", "executor_unreachable", "wrong_pod",
+    "rate_limited",
+)  # fmt: skip
+_RUNNING: Final = (
+    *_PROVISIONING, "invalid_cwd", "user_not_allowed", "idempotency_mismatch", "outcome_unknown", "not_supported",
+)  # fmt: skip
+_FILES: Final = ("invalid_path", "permission_denied", "file_not_found", "not_a_file", "not_a_directory")
+_PATH: Final = {"path": "absolute, or relative to the workspace"}
+_AS_USER: Final = {"user": "whom to act as; only users that the profile allows"}
+_BINARY: Final = ("application/octet-stream",)
+
+ROUTES: Final[tuple[Route, ...]] = (
+    # ── task sessions ───────────────────────────────────────────────────────────────────────────────────────────
+    Route(
+        method="POST", path=_TASK + "/exec", handler=tasks.run_command,
+        summary="Run a command in the task's sandbox, provisioned now if need be. Accept: application/x-ndjson or "
+        "application/vnd.sojourn.frames streams its events.",
+        request=TaskCommand, replies={200: CommandResult}, stream=StreamEvent, errors=_RUNNING,
+    ),
+    Route(
+        method="POST", path=_TASK + "/processes", handler=tasks.start_process, summary="Start a background process.",
+        request=TaskCommand, replies={201: wire.ProcessInfo, 200: wire.ProcessInfo}, errors=_RUNNING,
+    ),
+    Route(
+        method="GET", path=_TASK + "/processes", handler=tasks.forward, summary="The sandbox's processes.",
+        replies={200: wire.ProcessList}, errors=_FINDING,
+    ),
+    Route(
+        method="GET", path=_PROCESS, handler=tasks.forward, summary="A process's state and outcome.",
+        query={"wait_sec": "wait so long for its end"}, replies={200: wire.ProcessInfo}, errors=_FINDING,
+    ),
+    Route(
+        method="DELETE", path=_PROCESS, handler=tasks.forward, summary="Kill the process with its tree and forget it.",
+        replies={204: None}, errors=_FINDING,
+    ),
+    Route(
+        method="GET", path=_PROCESS + "/output", handler=tasks.forward,
+        summary="A process's output as raw bytes from any offset; Sandbox-Output-Offset says the first byte's.",
+        query={"stream": "stdout or stderr", "offset": "the first byte wanted", "follow": "true: until the end",
+               "limit": "at most so many bytes, without follow"},
+        replies={200: bytes}, content_types=_BINARY, errors=_FINDING,
+    ),
+    Route(
+        method="POST", path=_PROCESS + "/stdin", handler=tasks.forward, summary="Send input to the process.",
+        request=bytes, replies={204: None}, errors=(*_FINDING, "conflict"),
+    ),
+    Route(
+        method="POST", path=_PROCESS + "/stdin/close", handler=tasks.forward, summary="End the process's input.",
+        replies={204: None}, errors=(*_FINDING, "conflict"),
+    ),
+    Route(
+        method="POST", path=_PROCESS + "/signal", handler=tasks.forward,
+        summary="Send a signal to the process or its tree.",
+        request=wire.SignalRequest, replies={204: None}, errors=_FINDING,
+    ),
+    Route(
+        method="GET", path=_TASK + "/files", handler=tasks.forward,
+        summary="A file's content; ranges and If-None-Match work.",
+        query=_PATH | _AS_USER | {"text": "true: refuse what is not UTF-8"},
+        replies={200: bytes, 206: bytes, 304: None}, content_types=_BINARY,
+        errors=(*_FINDING, *_FILES, "not_utf8", "range_not_satisfiable"),
+    ),
+    Route(
+        method="HEAD", path=_TASK + "/files", handler=tasks.forward, summary="A file's size and ETag.", query=_PATH,
+        replies={200: None}, errors=(*_FINDING, *_FILES),
+    ),
+    Route(
+        method="PUT", path=_TASK + "/files", handler=tasks.forward,
+        summary="Write a file in one atomic step, with its parent directories; If-Match works.",
+        query=_PATH | _AS_USER | {"mode": "permission bits, octal"}, request=bytes,
+        replies={200: wire.FileEntry, 201: wire.FileEntry},
+        errors=(*_PROVISIONING, *_FILES, "precondition_failed", "no_space", "user_not_allowed"),
+    ),
+    Route(
+        method="DELETE", path=_TASK + "/files", handler=tasks.forward, summary="Delete a file or directory.",
+        query=_PATH | {"recursive": "true: a directory with all in it"}, replies={204: None},
+        errors=(*_FINDING, *_FILES, "conflict"),
+    ),
+    Route(
+        method="GET", path=_TASK + "/files/stat", handler=tasks.forward, summary="What is at a path.", query=_PATH,
+        replies={200: wire.FileEntry}, errors=(*_FINDING, *_FILES),
+    ),
+    Route(
+        method="GET", path=_TASK + "/files/list", handler=tasks.forward, summary="A directory's entries, in pages.",
+        query=_PATH | {"depth": "levels", "after": "`next` of the page before", "limit": "entries of a page"},
+        replies={200: wire.FileList}, errors=(*_FINDING, *_FILES),
+    ),
+    Route(
+        method="POST", path=_TASK + "/files/mkdir", handler=tasks.forward, summary="Make a directory.",
+        request=wire.MkdirRequest, replies={200: wire.FileEntry, 201: wire.FileEntry},
+        errors=(*_PROVISIONING, *_FILES, "conflict", "no_space"),
+    ),
+    Route(
+        method="POST", path=_TASK + "/files/move", handler=tasks.forward, summary="Move or rename.",
+        request=wire.MoveRequest, replies={200: wire.FileEntry},
+        errors=(*_PROVISIONING, *_FILES, "conflict", "no_space"),
+    ),
+    Route(
+        method="GET", path=_TASK + "/usage", handler=tasks.forward,
+        summary="Memory, CPU, processes and disk in use, against the limits.",
+        replies={200: wire.UsageReport}, errors=_FINDING,
+    ),
+    Route(
+        method="GET", path=_TASK, handler=tasks.get_task,
+        summary="The task's sandbox: stage, lease, pod, profile, target.",
+        replies={200: SandboxState}, errors=("invalid_task_id", "not_found"),
+    ),
+    Route(
+        method="DELETE", path=_TASK, handler=tasks.retire_task, role=None,
+        summary="Retire the task: its sandbox and everything in it ends. Also where there is none.",
+        replies={204: None}, errors=("invalid_task_id",),
+    ),
+    # ── a project's sandboxes and keys ──────────────────────────────────────────────────────────────────────────
+    Route(
+        method="GET", path="/api/v1/sandboxes/", handler=tasks.list_sandboxes, summary="The project's sandboxes.",
+        replies={200: SandboxList},
+    ),
+    Route(
+        method="GET", path="/api/v1/sandboxes", handler=tasks.list_sandboxes, summary="The project's sandboxes.",
+        replies={200: SandboxList},
+    ),
+    Route(
+        method="GET", path="/api/v1/sandboxes/{sandbox_id:[^/]+}", handler=tasks.get_sandbox, summary="One sandbox.",
+        replies={200: SandboxState}, errors=("not_found",),
+    ),
+    Route(
+        method="GET", path="/api/v1/keys", handler=operators.list_keys, role=Role.ADMIN,
+        summary="The project's API keys.",
+        replies={200: KeyList},
+    ),
+    Route(
+        method="POST", path="/api/v1/keys", handler=operators.create_key, role=Role.ADMIN,
+        summary="Make an API key of the project; its text is in this answer and nowhere else.",
+        request=CreateKey, replies={201: KeyCreated}, errors=("too_large",),
+    ),
+    Route(
+        method="DELETE", path="/api/v1/keys/{key_id:[^/]+}", handler=operators.revoke_key, role=Role.ADMIN,
+        summary="Revoke a key of the project.", replies={204: None}, errors=("not_found",),
+    ),
+    Route(
+        method="GET", path="/api/v1/pools", handler=operators.list_pools, role=Role.ADMIN,
+        summary="The warm pools of the profiles that the project may use.", replies={200: PoolList},
+    ),
+    Route(
+        method="GET", path="/api/v1/targets", handler=operators.list_targets,
+        summary="Where the project's sandboxes may run.", replies={200: TargetList},
+    ),
+    # ── this manager ────────────────────────────────────────────────────────────────────────────────────────────
+    Route(
+        method="GET", path="/healthz", handler=operators.healthz, open=True, summary="Whether this manager lives.",
+        replies={200: HealthState},
+    ),
+    Route(
+        method="GET", path="/readyz", handler=operators.readyz, open=True,
+        summary="Whether this manager can serve: its store answers and its pods are known.",
+        replies={200: HealthState, 503: HealthState},
+    ),
+    Route(
+        method="GET", path="/openapi.json", handler=operators.openapi_json, open=True,
+        summary="This interface as an OpenAPI 3.1 document.", replies={200: bytes},
+    ),
+    Route(
+        method="GET", path="/docs", handler=operators.docs, open=True, summary="This interface for people.",
+        replies={200: str}, content_types=("text/html",),
+    ),
+)  # fmt: skip
+
+
+def create_app(services: Services, routes: Sequence[Route] = ROUTES) -> web.Application:
+    """The application that serves the table."""
+    by_handler: dict[Any, Route] = {}
+    app = web.Application(middlewares=[guard(by_handler)], client_max_size=EXEC_BODY_BYTES)
+    described = document(routes, __version__)
+    app[SERVICES] = services
+    app[DOCUMENTS] = Documents(msgspec.json.encode(described), page(described))
+    for route in routes:
+        handler = _of_its_own(route.handler)
+        by_handler[handler] = route
+        app.router.add_route(route.method, route.path, handler, expect_handler=expectation)
+    return app
+
+
+def _of_its_own(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+    """The handler as an object that no other route has, so that the middleware knows the route by it."""
+
+    @functools.wraps(handler)
+    async def serve(request: web.Request) -> web.StreamResponse:
+        return await handler(request)
+
+    return serve

@@ -1,0 +1,333 @@
+"""Task sessions: `/sandbox/task/{task_id}/...`, and the list of a project's sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+import msgspec
+from aiohttp import web
+
+from executor.wire import FRAMES_TYPE, NDJSON_TYPE, FrameEvent, OutputFrame, StreamError
+from executor.wire import Exit as ExitEvent
+from executor.wire import Gap as GapEvent
+from executor.wire import Started as StartedEvent
+from manager.api.parsing import (
+    body_stream,
+    idempotency_key,
+    if_pod,
+    no_query,
+    process_id_of,
+    raw_query,
+    read_body,
+    read_command,
+    segment,
+    task_id_of,
+)
+from manager.api.server import (
+    PRINCIPAL,
+    SERVICES,
+    as_error,
+    authenticate,
+    bearer_matches,
+    error_body,
+    json_reply,
+    named_scope,
+)
+from manager.api.services import Services
+from manager.api.streams import Frames, JsonLines, Renderer
+from manager.api.wire import (
+    API_KEY_HEADER,
+    BODY_BYTES,
+    EXEC_BODY_BYTES,
+    CommandStarted,
+    LeaseState,
+    Previous,
+    SandboxList,
+    SandboxState,
+    TaskCommand,
+    exec_request,
+)
+from manager.errors import InvalidRequest, NotFound, OutcomeUnknown, ScopeRequired, Unauthenticated
+from manager.model import Owner
+from manager.services.tasks import SandboxFacts, TaskView
+from manager.services.tenants import check_owner
+
+log = logging.getLogger(__name__)
+
+_ENCODE: Final = msgspec.json.Encoder().encode
+_NO_STORE: Final = {"Cache-Control": "no-store"}
+_TASK_SEGMENT: Final = 3  # of /sandbox/task/{task_id}/...
+# What a pod sends is a stranger's: a browser that is led here shall neither guess its type nor run it.
+_STRANGERS: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox; default-src 'none'"}
+_TYPES: Final = ("application/json", "application/octet-stream", "text/plain; charset=utf-8")
+_SENT_ON: Final = ("Accept", "Content-Length", "Content-Type", "If-Match", "If-None-Match", "If-Range", "Range")
+MAX_WAIT_SEC: Final = 3600
+
+
+def _task_id(request: web.BaseRequest) -> str:
+    return task_id_of(segment(request, _TASK_SEGMENT))
+
+
+# ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def run_command(request: web.Request) -> web.StreamResponse:
+    services, task_id = request.app[SERVICES], _task_id(request)
+    command = await read_command(request, EXEC_BODY_BYTES, services.config.body_timeout_sec)
+    accept = request.headers.get("Accept", "")
+    if FRAMES_TYPE in accept:
+        return await _stream(request, services, task_id, command, Frames())
+    if NDJSON_TYPE in accept:
+        return await _stream(request, services, task_id, command, JsonLines(command.encoding))
+    answer = await services.tasks.exec(request[PRINCIPAL], task_id, exec_request(command), **_terms(request, command))
+    services.metrics.command_ended(answer.result.reason, answer.facts.provisioned)
+    # The two objects as one, without building a third: this is the hottest place of the manager.
+    body = _ENCODE(answer.result)[:-1] + b"," + _ENCODE(answer.facts)[1:]
+    return web.Response(body=body, content_type="application/json")
+
+
+def _terms(request: web.BaseRequest, command: TaskCommand) -> dict[str, Any]:
+    return {
+        "profile": command.profile,
+        "region": command.region,
+        "idempotency_key": idempotency_key(request),
+        "pod_expected": if_pod(request),
+    }
+
+
+async def _stream(
+    request: web.Request, services: Services, task_id: str, command: TaskCommand, renderer: Renderer
+) -> web.StreamResponse:
+    """The command's events as they come. What goes wrong before the first is an answer of its own, after it the
+    stream's last event."""
+    running = services.tasks.stream(request[PRINCIPAL], task_id, exec_request(command), **_terms(request, command))
+    async with running as stream:
+        reply = web.StreamResponse(
+            headers={"Content-Type": renderer.content_type, "X-Accel-Buffering": "no"} | _NO_STORE
+        )
+        await reply.prepare(request)
+        outcome = "lost"
+        try:
+            outcome = await _send_events(reply, stream.events, stream.facts, renderer, stream.process_id)
+        except (ConnectionError, asyncio.CancelledError):
+            outcome = "disconnected"  # leaving the context closes the executor's stream: `on_disconnect` decides there
+            raise
+        except Exception as why:
+            await reply.write(renderer.plain(StreamError(error=error_body(as_error(why)))))
+        finally:
+            services.metrics.command_ended(outcome, stream.facts.provisioned)
+        await reply.write_eof()
+        return reply
+
+
+async def _send_events(
+    reply: web.StreamResponse,
+    events: AsyncIterator[FrameEvent],
+    facts: SandboxFacts,
+    renderer: Renderer,
+    process_id: str,
+) -> str:
+    """The reason that the command ended with. Each write waits while the caller does not read, and with it the pod."""
+    async for event in events:
+        if isinstance(event, OutputFrame):
+            data = renderer.output(event)
+        elif isinstance(event, GapEvent):
+            data = renderer.gap(event)
+        elif isinstance(event, StartedEvent):
+            data = renderer.plain(_started(event, facts))
+        else:
+            data = renderer.plain(event)
+        if data:
+            await reply.write(data)
+        if isinstance(event, ExitEvent):
+            return event.reason
+        if isinstance(event, StreamError):
+            return "lost"
+    raise OutcomeUnknown("the stream ended before the command did; ask for the process by its id", id=process_id)
+
+
+def _started(event: StartedEvent, facts: SandboxFacts) -> CommandStarted:
+    return CommandStarted(
+        id=event.id,
+        pid=event.pid,
+        joined=event.joined,
+        sandbox_id=facts.sandbox_id,
+        pod_id=facts.pod_id,
+        provisioned=facts.provisioned,
+        workspace=facts.workspace,
+        previous=msgspec.UNSET
+        if facts.previous is None
+        else Previous(reason=facts.previous.reason, at=facts.previous.at),
+    )
+
+
+# ── processes, files, usage: the executor's own calls ───────────────────────────────────────────────────────────
+
+
+async def start_process(request: web.Request) -> web.StreamResponse:
+    services, task_id = request.app[SERVICES], _task_id(request)
+    no_query(request)
+    command = await read_command(request, EXEC_BODY_BYTES, services.config.body_timeout_sec)
+    body, terms = _ENCODE(exec_request(command)), _terms(request, command)
+    return await _pass_on(request, services, task_id, "/v1/processes", "", {}, body, terms)
+
+
+async def forward(request: web.Request) -> web.StreamResponse:
+    """The call as it is, its body and the answer's streamed in constant memory."""
+    services, task_id = request.app[SERVICES], _task_id(request)
+    path, query = _executor_path(request), raw_query(request)
+    sent = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
+    terms: dict[str, Any] = {"pod_expected": if_pod(request), "wait_sec": _wait_sec(query)}
+    body: AsyncIterator[bytes] | bytes | None = None
+    timeout_sec = services.config.body_timeout_sec
+    if request.method == "PUT" or path.endswith("/stdin"):
+        body = body_stream(request, timeout_sec)
+    elif request.method == "POST":
+        sent.pop("Content-Length", None)
+        body = await read_body(request, BODY_BYTES, timeout_sec)
+    elif request.body_exists:
+        raise InvalidRequest(f"a {request.method} takes no body")
+    return await _pass_on(request, services, task_id, path, query, sent, body, terms)
+
+
+def _executor_path(request: web.BaseRequest) -> str:
+    """The executor's path for one of the table's: nothing that stands in a URL is passed on unchecked."""
+    parts = request.rel_url.raw_path.split("/")[_TASK_SEGMENT + 1 :]
+    if parts[0] == "processes" and len(parts) > 1:
+        process_id_of(parts[1])
+    return "/v1/" + "/".join(parts)
+
+
+def _wait_sec(query: str) -> float | None:
+    """How long the executor may be silent on purpose: a long poll so long, an output that is followed for ever."""
+    try:
+        pairs = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=32))
+    except ValueError:
+        raise InvalidRequest("the query has more than 32 parameters", field="query") from None
+    if pairs.get("follow") in ("true", "1"):
+        return None
+    text = pairs.get("wait_sec", "0")
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or int(text) > MAX_WAIT_SEC:
+        raise InvalidRequest(f"wait_sec must be a whole number of seconds up to {MAX_WAIT_SEC}", field="wait_sec")
+    return float(text)
+
+
+async def _pass_on(
+    request: web.Request,
+    services: Services,
+    task_id: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    body: AsyncIterator[bytes] | bytes | None,
+    terms: dict[str, Any],
+) -> web.StreamResponse:
+    call = services.tasks.forward(request[PRINCIPAL], task_id, request.method, path, query, headers, body, **terms)
+    async with call as forwarded:
+        response = forwarded.response
+        reply = web.StreamResponse(status=response.status, headers=_safe(response.headers))
+        reply.headers["Sandbox-Id"] = forwarded.facts.sandbox_id
+        reply.headers["Sandbox-Pod"] = forwarded.facts.pod_id
+        await reply.prepare(request)
+        try:
+            if request.method != "HEAD":
+                async for piece in response.body:
+                    await reply.write(piece)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as why:
+            # The status is out already: only a broken connection tells the caller that this is not all.
+            log.warning("answer_broke_off", extra={"why": str(why), "path": path})
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the pod's answer broke off") from why
+        await reply.write_eof()
+        return reply
+
+
+def _safe(headers: Mapping[str, str]) -> dict[str, str]:
+    kind = headers.get("Content-Type", "")
+    return {**headers, **_STRANGERS, **_NO_STORE, "Content-Type": kind if kind in _TYPES else _TYPES[1]}
+
+
+# ── the task itself ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def get_task(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    no_query(request)
+    return json_reply(_state(services, await services.tasks.get(request[PRINCIPAL], _task_id(request))))
+
+
+async def retire_task(request: web.Request) -> web.Response:
+    """For the owner's key, or for the teardown secret with the scope in headers."""
+    services = request.app[SERVICES]
+    owner = await _retirer(request, services)
+    no_query(request)
+    await services.tasks.retire(owner, _task_id(request))
+    return web.Response(status=204)
+
+
+async def _retirer(request: web.Request, services: Services) -> Owner:
+    """Whose task may be retired. Raises Unauthenticated, ScopeRequired, ScopeRefused."""
+    if API_KEY_HEADER in request.headers or "Authorization" not in request.headers:
+        return (await authenticate(request)).owner
+    if not bearer_matches(request, services.config.cleanup_secret):
+        raise Unauthenticated(
+            "the bearer secret is not this manager's SANDBOX_CLEANUP_AUTH_SECRET; the owner's API key works too"
+        )
+    tenant, project, _ = named_scope(request)
+    if tenant is not None and project is not None:
+        return check_owner(Owner(tenant, project))
+    only = await services.only_project()
+    if only is None or (tenant or only.tenant, project or only.project) != (only.tenant, only.project):
+        raise ScopeRequired(
+            "say whose task in X-Sandbox-Tenant-Id and X-Sandbox-Project-Id: there are several projects"
+        )
+    return only
+
+
+async def list_sandboxes(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    no_query(request)
+    views = await services.tasks.list(request[PRINCIPAL])
+    return json_reply(SandboxList([_state(services, view) for view in views]))
+
+
+async def get_sandbox(request: web.Request) -> web.Response:
+    services, principal = request.app[SERVICES], request[PRINCIPAL]
+    no_query(request)
+    sandbox_id = segment(request, 4)
+    binding = await services.find_sandbox(sandbox_id)
+    if binding is None or binding.owner != principal.owner:
+        raise NotFound("there is no such sandbox")
+    view = await services.tasks.get(principal, binding.task_id)
+    if view.sandbox_id != sandbox_id:
+        raise NotFound("there is no such sandbox")
+    return json_reply(_state(services, view))
+
+
+def _state(services: Services, view: TaskView) -> SandboxState:
+    region = next((target.region for target in services.config.targets if target.name == view.target), None)
+    lease, ended = view.lease, view.ended
+    return SandboxState(
+        sandbox_id=view.sandbox_id,
+        task_id=view.task_id,
+        stage=view.stage,
+        profile=view.profile,
+        target=view.target,
+        region=region,
+        generation=view.generation,
+        pod_id=view.pod_id,
+        created_at=view.created_at,
+        lease=None
+        if lease is None
+        else LeaseState(
+            until=lease.until, hard_end=lease.hard_end, operations=lease.operations, left_sec=lease.left_sec
+        ),
+        ended=None if ended is None else Previous(reason=ended.reason, at=ended.at),
+    )
