@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from manager.config import ProjectPolicy
+from manager.errors import StoreUnavailable
 from manager.executor_client import ExecutorClient
 from manager.model import LeaseTerms, Owner, Profile
 from manager.providers.base import Provider
@@ -40,6 +41,7 @@ class Services:
         """`providers` and `regions` by target; `secret` is what pod tokens are derived from; `holder` names this
         manager's life: another one after each restart."""
         self.holder = holder
+        self._store = store
         self.client = ExecutorClient(secret)
         self.ended = EndedPods()
         self.watches = {name: PodWatch(provider, self.ended) for name, provider in providers.items()}
@@ -85,4 +87,9 @@ class Services:
         await self.sandboxes.close()
         await self.claims.close()
         await self.leases.close()
+        for name in ("pool", "reaper", "recovery"):
+            try:
+                await self._store.lead(name, self.holder, 0.0)  # the next manager need not wait for it to lapse
+            except StoreUnavailable:
+                break
         await self.client.close()

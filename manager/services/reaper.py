@@ -15,7 +15,7 @@ from typing import Final
 
 from manager.errors import ManagerError
 from manager.executor_client import ExecutorClient
-from manager.model import BindingState
+from manager.model import Binding, BindingState
 from manager.services.leases import Leases
 from manager.services.pods import PodWatch
 from manager.services.sandboxes import Sandboxes
@@ -54,6 +54,7 @@ class Reaper:
         self.spared = 0
 
     async def reap_forever(self) -> None:
+        """Looks while this manager leads; an outage of the store only pauses it."""
         while True:
             await asyncio.sleep(self._look_sec * random.uniform(0.8, 1.2))
             try:
@@ -84,7 +85,7 @@ class Reaper:
                     self._leases.changed(sandbox_id)  # its renewal is late, not its work over
                     return
                 if self._sandboxes.ended(binding.pod) is None:
-                    working = await self._works(lease, self._sandboxes.bound_of(binding).pod.name)
+                    working = await self._works(binding)
                     if working is None:
                         return
                     if working:
@@ -97,18 +98,15 @@ class Reaper:
                 age_sec = round(time.time() - binding.created_at)
                 log.info("sandbox_expired", extra={"sandbox": sandbox_id, "pod": binding.pod, "age_sec": age_sec})
 
-    async def _works(self, lease: Lease, pod: str) -> bool | None:
+    async def _works(self, binding: Binding) -> bool | None:
         """Whether anything runs in the sandbox's pod; None: it cannot be said yet."""
-        binding = await self._store.find_sandbox(lease.sandbox_id)
-        if binding is None or binding.pod != pod:
-            return None
         try:
             info = await self._client.lease(self._sandboxes.bound_of(binding).pod)
         except ManagerError as why:
             watch = self._watches.get(binding.target)
-            if watch is not None and await watch.provider.get(pod) is None:
+            if watch is not None and await watch.provider.get(binding.pod) is None:
                 return False
-            silent = self._silent[lease.sandbox_id] = self._silent.get(lease.sandbox_id, 0) + 1
-            log.warning("executor_silent", extra={"pod": pod, "why": why.message, "times": silent})
+            silent = self._silent[binding.sandbox_id] = self._silent.get(binding.sandbox_id, 0) + 1
+            log.warning("executor_silent", extra={"pod": binding.pod, "why": why.message, "times": silent})
             return None if silent < _MAX_SILENT else False
         return info.running > 0 or info.operations > 0

@@ -75,14 +75,11 @@ class Recovery:
         record = await self._store.get_binding(told.owner, told.task_id)
         if record is not None and record.pod == pod.name and record.state is BindingState.BOUND:
             return
-        if record is not None and record.state is BindingState.CLAIMING:
-            if record.token != told.token or self._overdue(pod):
-                await self._delete(watch, pod, "its claim was not finished")
-            return
-        if record is not None:
+        ours = record is not None and record.state is BindingState.CLAIMING and record.token == told.token
+        if record is not None and not ours:
             await self._delete(watch, pod, "its task has another pod, or none since its own was ended")
         elif await self._sandboxes.adopt(pod, told):
-            self.adopted += 1
+            self.adopted += 1  # no record, or the claim of a manager that died before it could say so
         elif self._overdue(pod):
             await self._delete(watch, pod, "it was claimed and never bound")
 

@@ -1,0 +1,224 @@
+"""An executor without processes, for tests of what calls one: tokens, identity, ids that join, streams, a lease."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from executor.wire import (
+    FRAMES_TYPE,
+    LEASE_HEADER,
+    POD_HEADER,
+    BindRequest,
+    ErrorBody,
+    ErrorReply,
+    ExecRequest,
+    ExecResult,
+    Exit,
+    Health,
+    LeaseInfo,
+    LeaseRequest,
+    ProcessInfo,
+    ResourceUse,
+    Started,
+    event_frame,
+    frame,
+    output_frame_header,
+)
+
+_USE = ResourceUse(user_ms=0.1, system_ms=0.1, max_rss_bytes=1 << 20)
+AT = "2025-01-01T00:00:00.000Z"
+
+
+def result_of(request: ExecRequest, stdout: str = "", exit_code: int = 0) -> ExecResult:
+    return ExecResult(
+        id=request.id or "made-up",
+        pid=42,
+        exit_code=exit_code,
+        signal=None,
+        reason="exited",
+        timed_out=False,
+        stdout=stdout,
+        stderr="",
+        stdout_bytes=len(stdout),
+        stderr_bytes=0,
+        truncated=False,
+        descendants_left=False,
+        started_at=AT,
+        duration_ms=1.0,
+        usage=_USE,
+    )
+
+
+def exit_of(result: ExecResult) -> Exit:
+    fields = {name: getattr(result, name) for name in Exit.__struct_fields__}
+    return Exit(**fields)
+
+
+class FakeExecutor:
+    """Commands: ["echo", word...] answers, ["wait"] blocks until `release()`, anything else exits with 0."""
+
+    def __init__(self, pod: str, token: str, socket: Path) -> None:
+        self.pod = pod
+        self._token = token
+        self._socket = socket
+        self.address = f"unix:{socket}"
+        self.bound: BindRequest | None = None
+        self.runs: list[ExecRequest] = []  # commands that really ran, not joins
+        self.lease_headers: list[str | None] = []
+        self.pushed: list[LeaseRequest] = []
+        self.running = 0  # background work that the lease tells of
+        self.operations = 0
+        self.before_exec: Callable[[], Awaitable[None]] | None = None
+        self.before_bind: Callable[[], Awaitable[None]] | None = None
+        self._outcomes: dict[str, tuple[bytes, asyncio.Future[ExecResult]]] = {}
+        self._released = asyncio.Event()
+        self.waiting = asyncio.Event()  # a ["wait"] has begun
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_post("/v1/bind", self._bind)
+        app.router.add_post("/v1/exec", self._exec)
+        app.router.add_get("/v1/lease", self._lease)
+        app.router.add_post("/v1/lease", self._push)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_post("/v1/processes", self._start_process)
+        app.router.add_get("/v1/processes/{id}", self._process)
+        app.router.add_put("/v1/files", self._put_file)
+        app.router.add_get("/v1/files", self._get_file)
+        app.router.add_get("/v1/usage", self._health)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handler_cancellation=True)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(self._socket)).start()
+        self.files: dict[str, bytes] = {}
+
+    async def stop(self) -> None:
+        """As when the pod ends: connections break, nothing listens any more."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+            self._socket.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        self._released.set()
+
+    @property
+    def commands(self) -> list[str | list[str]]:
+        return [request.command for request in self.runs]
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path != "/healthz":
+            if not hmac.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self._token}"):
+                return refuse(401, "unauthenticated", "no pod token")
+            if request.headers.get(POD_HEADER) != self.pod:
+                return refuse(409, "wrong_pod", "another pod")
+        self.lease_headers.append(request.headers.get(LEASE_HEADER))
+        return await handler(request)
+
+    async def _bind(self, request: web.Request) -> web.StreamResponse:
+        if self.before_bind is not None:
+            await self.before_bind()
+        body = msgspec.json.decode(await request.read(), type=BindRequest)
+        if self.bound is not None and self.bound.sandbox_id != body.sandbox_id:
+            return refuse(409, "conflict", "bound to another sandbox")
+        self.bound = body
+        return web.json_response({})
+
+    async def _exec(self, request: web.Request) -> web.StreamResponse:
+        if self.before_exec is not None:
+            await self.before_exec()
+        raw = await request.read()
+        body = msgspec.json.decode(raw, type=ExecRequest)
+        outcome = self._outcome(body)
+        if outcome is None:
+            return refuse(422, "idempotency_mismatch", "the id is taken")
+        if request.headers.get("Accept") != FRAMES_TYPE:
+            return _json(await asyncio.shield(outcome))
+        response = web.StreamResponse(headers={"Content-Type": FRAMES_TYPE})
+        await response.prepare(request)
+        await response.write(event_frame(Started(id=body.id or "", pid=42)))
+        result = await asyncio.shield(outcome)
+        text = result.stdout.encode() if isinstance(result.stdout, str) else b""
+        if text:
+            await response.write(output_frame_header("stdout", 0, len(text)) + text)
+        await response.write(frame(0x7F, b"of a later version"))
+        await response.write(event_frame(exit_of(result)))
+        return response
+
+    def _outcome(self, body: ExecRequest) -> asyncio.Future[ExecResult] | None:
+        asked = msgspec.json.encode(body)
+        if body.id is not None and body.id in self._outcomes:
+            known, outcome = self._outcomes[body.id]
+            return outcome if known == asked else None
+        self.runs.append(body)
+        task = asyncio.ensure_future(self._run(body))
+        if body.id is not None:
+            self._outcomes[body.id] = (asked, task)
+        return task
+
+    async def _run(self, body: ExecRequest) -> ExecResult:
+        if body.command == ["wait"]:
+            self.waiting.set()
+            await self._released.wait()
+        text = " ".join(body.command[1:]) if body.command[0] == "echo" else ""
+        return result_of(body, text)
+
+    async def _lease(self, request: web.Request) -> web.StreamResponse:
+        return _json(
+            LeaseInfo(
+                bound=self.bound is not None,
+                sandbox_id=self.bound.sandbox_id if self.bound is not None else None,
+                boot_id="boot",
+                operations=self.operations,
+                running=self.running,
+                quiet_for_sec=0.0,
+                quiet_left_sec=None,
+                hard_left_sec=None,
+                unclaimed_left_sec=None,
+            )
+        )
+
+    async def _push(self, request: web.Request) -> web.StreamResponse:
+        self.pushed.append(msgspec.json.decode(await request.read(), type=LeaseRequest))
+        return web.json_response({})
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return _json(Health(status="ok"))
+
+    async def _start_process(self, request: web.Request) -> web.StreamResponse:
+        body = msgspec.json.decode(await request.read(), type=ExecRequest)
+        if self._outcome(body) is None:
+            return refuse(422, "idempotency_mismatch", "the id is taken")
+        info = ProcessInfo(id=body.id or "", pid=42, state="running", command=body.command, started_at=AT)
+        return web.Response(status=201, body=msgspec.json.encode(info), content_type="application/json")
+
+    async def _process(self, request: web.Request) -> web.StreamResponse:
+        return refuse(404, "not_found", "no such process")
+
+    async def _put_file(self, request: web.Request) -> web.StreamResponse:
+        self.files[request.query["path"]] = await request.read()
+        return web.json_response({}, status=201)
+
+    async def _get_file(self, request: web.Request) -> web.StreamResponse:
+        content = self.files.get(request.query["path"])
+        if content is None:
+            return refuse(404, "file_not_found", "no such file")
+        return web.Response(body=content, headers={"ETag": '"x"', "Set-Cookie": "a=b", "X-Else": "1"})
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def refuse(status: int, code: str, message: str) -> web.Response:
+    reply = ErrorReply(ErrorBody(code=code, message=message, retryable=False))
+    return web.Response(status=status, body=msgspec.json.encode(reply), content_type="application/json")

@@ -1,0 +1,311 @@
+"""A Store in memory: the same promises as over Redis, with a clock that tests move and outages that they make."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from manager.errors import QuotaExceeded, StoreUnavailable
+from manager.model import Binding, BindingState, LeaseTerms, Owner, PodEnded
+from manager.store.base import IdempotencyMark, KeyRecord, Lease
+
+HOLDER_SEC = 60.0
+_LIVE = (BindingState.CLAIMING, BindingState.BOUND)
+
+
+@dataclass
+class _Record:
+    binding: Binding
+    claimed_at: float
+    claim_sec: float = 0.0
+    before: Binding | None = None  # the ended record under a claim
+
+
+@dataclass
+class _Leased:
+    until: float
+    hard_end: float
+    terms: LeaseTerms
+    operations: dict[str, int] = field(default_factory=dict)
+
+
+class MemoryStore:
+    """manager.store.base.Store. `hook` is awaited with the name of every call before it has any effect."""
+
+    def __init__(self) -> None:
+        self.offset_sec = 0.0  # tests move the clock on with it
+        self.down = False
+        self.hook: Callable[[str], Awaitable[None]] | None = None
+        self.calls: list[str] = []
+        self._records: dict[tuple[Owner, str], _Record] = {}
+        self._leases: dict[str, _Leased] = {}
+        self._holders: dict[str, float] = {}
+        self._marks: dict[tuple[Owner, str, str], IdempotencyMark] = {}
+        self._keys: dict[str, KeyRecord] = {}
+        self._leaders: dict[str, tuple[str, float]] = {}
+
+    @property
+    def now(self) -> float:
+        return time.time() + self.offset_sec
+
+    async def _enter(self, call: str) -> None:
+        self.calls.append(call)
+        await asyncio.sleep(0)  # as over a network, others come between
+        if self.hook is not None:
+            await self.hook(call)
+        if self.down:
+            raise StoreUnavailable("Redis does not answer")
+
+    # ── bindings ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def begin_binding(self, wanted: Binding, claim_sec: float, slots: int | None) -> Binding:
+        await self._enter("begin_binding")
+        key = (wanted.owner, wanted.task_id)
+        old = self._records.get(key)
+        if old is not None and old.binding.state is BindingState.BOUND:
+            return old.binding
+        if (
+            old is not None
+            and old.binding.state is BindingState.CLAIMING
+            and (old.binding.token == wanted.token or self.now - old.claimed_at <= claim_sec)
+        ):
+            return old.binding
+        if slots is not None:
+            self._check_slots(key, slots)
+        generation, previous, before, sandbox_id = 1, None, None, wanted.sandbox_id
+        if old is not None:
+            sandbox_id = old.binding.sandbox_id
+            generation, previous, before = old.binding.generation, old.binding.previous, old.before
+            if old.binding.state is BindingState.ENDED:
+                generation, previous, before = old.binding.generation + 1, old.binding.ended, old.binding
+        binding = msgspec.structs.replace(
+            wanted,
+            sandbox_id=sandbox_id,
+            state=BindingState.CLAIMING,
+            generation=generation,
+            previous=previous,
+            ended=None,
+            pod="",
+            address="",
+            created_at=wanted.created_at or self.now,
+        )
+        self._records[key] = _Record(binding, self.now, claim_sec, before)
+        return binding
+
+    def _check_slots(self, key: tuple[Owner, str], limit: int) -> None:
+        def held() -> list[tuple[Owner, str]]:
+            return [
+                other
+                for other, record in self._records.items()
+                if other != key and other[0] == key[0] and record.binding.state in _LIVE
+            ]
+
+        if len(held()) >= limit:
+            for other in held():
+                record = self._records[other]
+                if record.binding.state is BindingState.CLAIMING and self.now - record.claimed_at > record.claim_sec:
+                    self._take_back(other)
+        if len(held()) >= limit:
+            raise QuotaExceeded("no slot is free", held=len(held()), limit=limit)
+
+    async def commit_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
+        await self._enter("commit_binding")
+        record = self._records.get((binding.owner, binding.task_id))
+        if record is None or record.binding.token != binding.token:
+            return False
+        if record.binding.state is BindingState.BOUND:
+            return True
+        if record.binding.state is not BindingState.CLAIMING:
+            return False
+        record.binding = msgspec.structs.replace(
+            record.binding,
+            state=BindingState.BOUND,
+            pod=binding.pod,
+            address=binding.address,
+            profile=binding.profile,
+            target=binding.target,
+        )
+        record.before = None
+        self._lease(binding.sandbox_id, terms.active_sec, terms.max_sec, terms)
+        return True
+
+    async def abandon_binding(self, binding: Binding) -> None:
+        await self._enter("abandon_binding")
+        key = (binding.owner, binding.task_id)
+        record = self._records.get(key)
+        if record is None or record.binding.token != binding.token:
+            return
+        if record.binding.state is BindingState.CLAIMING:
+            self._take_back(key)
+
+    def _take_back(self, key: tuple[Owner, str]) -> None:
+        record = self._records.pop(key)
+        if record.before is not None:
+            self._records[key] = _Record(record.before, 0.0)
+
+    async def adopt_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
+        await self._enter("adopt_binding")
+        key = (binding.owner, binding.task_id)
+        old = self._records.get(key)
+        ours = old is not None and (old.binding.token, old.binding.sandbox_id) == (binding.token, binding.sandbox_id)
+        created_at, previous = binding.created_at, binding.previous
+        if old is not None:
+            if old.binding.state in _LIVE and not ours:
+                return False
+            if old.binding.state is BindingState.ENDED and binding.generation <= old.binding.generation:
+                return False
+            if ours:
+                created_at = old.binding.created_at
+            if old.binding.state is BindingState.ENDED:
+                previous = old.binding.ended
+            elif ours and previous is None:
+                previous = old.binding.previous
+        kept = msgspec.structs.replace(
+            binding, state=BindingState.BOUND, created_at=created_at, previous=previous, ended=None
+        )
+        self._records[key] = _Record(kept, 0.0)
+        if not (ours and binding.sandbox_id in self._leases):
+            left = terms.max_sec - (self.now - created_at) if created_at > 0 else terms.max_sec
+            self._lease(binding.sandbox_id, terms.idle_sec, min(left, terms.max_sec), terms)
+        return True
+
+    async def get_binding(self, owner: Owner, task_id: str) -> Binding | None:
+        await self._enter("get_binding")
+        record = self._records.get((owner, task_id))
+        return record.binding if record is not None else None
+
+    async def find_sandbox(self, sandbox_id: str) -> Binding | None:
+        await self._enter("find_sandbox")
+        found = [one.binding for one in self._records.values() if one.binding.sandbox_id == sandbox_id]
+        return found[0] if found else None
+
+    async def list_bindings(self, owner: Owner | None = None) -> list[Binding]:
+        await self._enter("list_bindings")
+        live = [one.binding for one in self._records.values() if one.binding.state in _LIVE]
+        return [binding for binding in live if owner is None or binding.owner == owner]
+
+    async def end_binding(self, binding: Binding, ended: PodEnded, *, if_expired: bool = False) -> bool:
+        await self._enter("end_binding")
+        record = self._records.get((binding.owner, binding.task_id))
+        if record is None or record.binding.token != binding.token or record.binding.state is BindingState.ENDED:
+            return False
+        lease = self._leases.get(binding.sandbox_id)
+        if if_expired and (
+            record.binding.state is not BindingState.BOUND or (lease is not None and lease.until > self.now)
+        ):
+            return False
+        record.binding = msgspec.structs.replace(record.binding, state=BindingState.ENDED, ended=ended)
+        record.before = None
+        self._leases.pop(binding.sandbox_id, None)
+        return True
+
+    # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _lease(self, sandbox_id: str, first_sec: float, hard_sec: float, terms: LeaseTerms) -> None:
+        hard_end = self.now + hard_sec
+        self._leases[sandbox_id] = _Leased(min(self.now + first_sec, hard_end), hard_end, terms)
+
+    async def touch_leases(self, holder: str, running: Mapping[str, int]) -> None:
+        await self._enter("touch_leases")
+        self._holders[holder] = self.now + HOLDER_SEC
+        for sandbox_id, count in running.items():
+            lease = self._leases.get(sandbox_id)
+            if lease is None:
+                continue
+            if count > 0:
+                lease.operations[holder] = count
+                lease.until = max(lease.until, min(self.now + lease.terms.active_sec, lease.hard_end))
+            else:
+                self._rest(lease, holder)
+
+    def _rest(self, lease: _Leased, holder: str) -> None:
+        lease.operations.pop(holder, None)
+        if self._operations(lease) == 0:
+            lease.until = min(self.now + lease.terms.idle_sec, lease.hard_end)
+
+    def _operations(self, lease: _Leased) -> int:
+        return sum(count for holder, count in lease.operations.items() if self._holders.get(holder, 0.0) > self.now)
+
+    async def extend_lease(self, sandbox_id: str, seconds: float) -> None:
+        await self._enter("extend_lease")
+        if (lease := self._leases.get(sandbox_id)) is not None:
+            lease.until = max(lease.until, min(self.now + seconds, lease.hard_end))
+
+    async def get_lease(self, sandbox_id: str) -> Lease | None:
+        await self._enter("get_lease")
+        lease = self._leases.get(sandbox_id)
+        return self._shown(sandbox_id, lease) if lease is not None else None
+
+    async def expired_leases(self, limit: int = 100) -> list[Lease]:
+        await self._enter("expired_leases")
+        gone = [(lease.until, sandbox_id) for sandbox_id, lease in self._leases.items() if lease.until <= self.now]
+        return [self._shown(sandbox_id, self._leases[sandbox_id]) for _, sandbox_id in sorted(gone)[:limit]]
+
+    def _shown(self, sandbox_id: str, lease: _Leased) -> Lease:
+        return Lease(
+            sandbox_id=sandbox_id,
+            until=lease.until,
+            hard_end=lease.hard_end,
+            operations=self._operations(lease),
+            now=self.now,
+            terms=lease.terms,
+        )
+
+    async def drop_holder(self, holder: str) -> None:
+        await self._enter("drop_holder")
+        self._holders.pop(holder, None)
+        for lease in self._leases.values():
+            if holder in lease.operations:
+                self._rest(lease, holder)
+
+    # ── the rest ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def mark(
+        self, owner: Owner, scope: str, key: str, fingerprint: str, pod: str, keep_sec: float
+    ) -> IdempotencyMark:
+        await self._enter("mark")
+        old = self._marks.get((owner, scope, key))
+        if old is not None:
+            return msgspec.structs.replace(old, fresh=False)
+        self._marks[owner, scope, key] = made = IdempotencyMark(fingerprint, pod, True)
+        return made
+
+    async def put_key(self, record: KeyRecord) -> None:
+        await self._enter("put_key")
+        self._keys[record.key_id] = record
+
+    async def get_key(self, key_id: str) -> KeyRecord | None:
+        await self._enter("get_key")
+        return self._keys.get(key_id)
+
+    async def list_keys(self, owner: Owner | None) -> Sequence[KeyRecord]:
+        await self._enter("list_keys")
+        found = [one for one in self._keys.values() if owner in (None, Owner(one.tenant, one.project))]
+        return sorted(found, key=lambda record: (record.created_at, record.key_id))
+
+    async def delete_key(self, key_id: str) -> bool:
+        await self._enter("delete_key")
+        return self._keys.pop(key_id, None) is not None
+
+    async def ping(self) -> float:
+        began = time.monotonic()
+        await self._enter("ping")
+        return time.monotonic() - began
+
+    async def warnings(self) -> list[str]:
+        return []
+
+    async def lead(self, name: str, holder: str, seconds: float) -> bool:
+        await self._enter("lead")
+        other, until = self._leaders.get(name, (holder, 0.0))
+        if other != holder and until > self.now:
+            return False
+        self._leaders[name] = (holder, self.now + seconds)
+        return seconds > 0
+
+    async def close(self) -> None:
+        pass
