@@ -8,7 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from sojourn.errors import FileMissing, SojournError
+from sojourn.errors import FileMissing, PreconditionFailed, SojournError
 from sojourn.transport import Body, Patience, Transport, decode
 from sojourn.types import FileEntry, FileList
 
@@ -51,12 +51,12 @@ class AsyncFiles:
             headers: dict[str, str] = {}
             if at > 0 or end is not None:
                 headers["Range"] = f"bytes={at}-{'' if end is None else end - 1}"
-            if etag is not None:
-                headers["If-Match"] = etag
             before = at
             try:
                 async with self._transport.open("GET", self._base, params={"path": path}, headers=headers) as response:
-                    etag = response.headers.get("ETag", etag)
+                    if etag is not None and response.headers.get("ETag") != etag:
+                        raise PreconditionFailed(f"{path} was changed while it was read", status=412)
+                    etag = response.headers.get("ETag")
                     async for data in response.content.iter_any():
                         at += len(data)
                         yield data

@@ -35,7 +35,7 @@ Examples:
   while read f; do sojourn exec -n demo -- wc "$f"; done <list     -n leaves stdin to the loop""",
 )
 @click.argument("task")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...", type=click.UNPROCESSED)
 @click.option("--cwd", metavar="DIR", help="Directory to run in; relative to the workspace.")
 @click.option("--env", "-e", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; without =, pass yours on.")
 @click.option("--timeout", "timeout_sec", type=float, metavar="SEC", help="End the command after so long.")

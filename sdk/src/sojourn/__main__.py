@@ -1,0 +1,5 @@
+"""`python -m sojourn`: the command line."""
+
+from sojourn.cli.main import run
+
+run()
