@@ -1,0 +1,176 @@
+"""A command swaps a directory and a link that leads out, as fast as it can, under every verb of the file service.
+
+The outside belongs to the same user, so that only the walk keeps the calls in: no permission would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from executor.config import ExecutorConfig
+from executor.errors import ExecutorError, InvalidPath
+from executor.files import FileService
+from executor.isolation import CommandUser
+from executor.upload import WriteTerms
+from executor.wire import MkdirRequest, MoveRequest
+
+IS_ROOT = os.geteuid() == 0
+UID = 1000 if IS_ROOT else os.geteuid()
+GID = 1000 if IS_ROOT else os.getegid()
+USER = CommandUser("sandbox", UID, GID, (GID,), "/", "/bin/sh")
+ENOUGH = 1000  # calls that met the directory, and as many that met the link
+SWAPPER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+one, two = (path.encode() for path in sys.argv[1:3])
+if libc.renameat2(-100, one, -100, two, 2):
+    sys.exit("no RENAME_EXCHANGE here")
+print("ready", flush=True)
+while libc.renameat2(-100, one, -100, two, 2) == 0:
+    pass
+"""
+
+Verb = Callable[[FileService, int], Awaitable[object]]
+
+
+class Ground:
+    """`base/ws/d` and `base/ws/link -> base/outside` change places all the time."""
+
+    def __init__(self, base: Path) -> None:
+        self.outside = base / "outside"
+        self.workspace = base / "ws"
+        for directory, content in ((self.outside, "outside"), (self.workspace / "d", "inside")):
+            directory.mkdir(parents=True)
+            (directory / "f").write_text(content)
+            (directory / content).touch()
+        (self.workspace / "link").symlink_to(self.outside)
+        base.chmod(0o755)
+        if IS_ROOT:
+            for path in (base, *base.rglob("*")):
+                os.chown(path, UID, GID, follow_symlinks=False)
+
+    def outside_is_untouched(self) -> bool:
+        return sorted(os.listdir(self.outside)) == ["f", "outside"] and (self.outside / "f").read_text() == "outside"
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    base = Path(tempfile.mkdtemp(prefix="race-", dir="/var/tmp"))
+    ground = Ground(base)
+    command = [sys.executable, "-c", SWAPPER, str(ground.workspace / "d"), str(ground.workspace / "link")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as swapper:
+        assert swapper.stdout is not None
+        assert swapper.stderr is not None
+        if swapper.stdout.readline() != b"ready\n":
+            pytest.skip(swapper.stderr.read().decode().strip())
+        yield ground
+        still_swapping = swapper.poll() is None
+        swapper.kill()
+    shutil.rmtree(base)
+    assert still_swapping
+
+
+@pytest.fixture
+def files(ground: Ground) -> Iterator[FileService]:
+    config = ExecutorConfig(token_sha256="0" * 64, workspace=str(ground.workspace))
+    service = FileService(config, USER, other_roots=())
+    yield service
+    service.close()
+
+
+async def content(text: bytes) -> AsyncIterator[bytes]:
+    yield text
+
+
+async def read(files: FileService, n: int) -> None:
+    async with files.open("d/f") as file:
+        assert await file.read(0, 100) == b"inside"
+
+
+async def write(files: FileService, n: int) -> None:
+    await files.write(f"d/new{n % 10}/f", content(b"written"), None, WriteTerms())
+
+
+async def list_(files: FileService, n: int) -> None:
+    page = await files.list("d", 2, 100, None)
+    assert "outside" not in [entry.name for entry in page.entries]
+
+
+async def list_above(files: FileService, n: int) -> None:
+    page = await files.list(".", 3, 100, None)
+    assert "outside" not in [entry.name for entry in page.entries]
+    kinds = {entry.name: entry.type for entry in page.entries}
+    if kinds.get("d") == "symlink":
+        raise InvalidPath("met the link")
+
+
+async def stat_(files: FileService, n: int) -> None:
+    entry = await files.stat("d/inside")
+    assert entry.name == "inside"
+
+
+async def mkdir(files: FileService, n: int) -> None:
+    await files.mkdir(MkdirRequest(path=f"d/made{n % 10}/inner"))
+
+
+async def move(files: FileService, n: int) -> None:
+    await files.move(MoveRequest(source="d/f", target="d/g", overwrite=True))
+    await files.move(MoveRequest(source="d/g", target="d/f", overwrite=True))
+
+
+async def delete(files: FileService, n: int) -> None:
+    await files.delete("d/f", recursive=False)
+    await files.write("d/f", content(b"inside"), None, WriteTerms())
+
+
+VERBS: list[Verb] = [read, write, list_, list_above, stat_, mkdir, move, delete]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=[verb.__name__.strip("_") for verb in VERBS])
+async def test_no_call_leaves_the_workspace_however_a_command_swaps(
+    verb: Verb, files: FileService, ground: Ground
+) -> None:
+    met_directory = met_link = n = 0
+    async with asyncio.timeout(60):
+        while met_directory < ENOUGH or met_link < ENOUGH:
+            n += 1
+            try:
+                await verb(files, n)
+                met_directory += 1
+            except InvalidPath:
+                met_link += 1
+            except ExecutorError:  # the file was where the last call put it, or is deleted already
+                met_directory += 1
+            if n % 50 == 0:
+                assert ground.outside_is_untouched()
+    assert ground.outside_is_untouched()
+
+
+async def test_a_recursive_delete_never_empties_what_a_link_leads_to(files: FileService, ground: Ground) -> None:
+    """The pair is inside the deleted tree itself."""
+    tree = ground.workspace / "tree"
+    for _ in range(50):
+        tree.mkdir()
+        (tree / "d").mkdir()
+        for n in range(20):
+            (tree / "d" / str(n)).touch()
+        (tree / "link").symlink_to(ground.outside)
+        if IS_ROOT:
+            for path in (tree, *tree.rglob("*")):
+                os.chown(path, UID, GID, follow_symlinks=False)
+        command = [sys.executable, "-c", SWAPPER, str(tree / "d"), str(tree / "link")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as swapper:
+            assert swapper.stdout is not None
+            assert swapper.stdout.readline() == b"ready\n"
+            await files.delete("tree", recursive=True)
+            swapper.kill()
+        assert not tree.exists()
+        assert ground.outside_is_untouched()
