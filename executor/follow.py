@@ -24,6 +24,7 @@ class Follower:
         self.command = command
         self.offsets = [stdout, stderr]
         self._streams = (0, 1) if only is None else (only,)
+        self.missed = False  # a gap was met
         if caller and command.outcome is None:
             command.caller = self
 
@@ -49,8 +50,10 @@ class Follower:
     async def now(self, limit_bytes: int = 262_144) -> list[tuple[int, Piece]]:
         """What there is now, without waiting for more: perhaps nothing."""
         pieces = self._take(limit_bytes) or await self._take_from_disk(limit_bytes)
-        if pieces and self.command.caller is self:
-            self.command.caller_read()
+        if pieces:
+            self.missed = self.missed or any(piece.gap for _stream, piece in pieces)
+            if self.command.caller is self:
+                self.command.caller_read()
         return pieces
 
     def _take(self, limit_bytes: int) -> list[tuple[int, Piece]]:

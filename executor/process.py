@@ -518,9 +518,10 @@ class Command:
             "duration_ms": round(outcome.duration_sec * 1e3, 3), "usage": outcome.usage,
         }  # fmt: skip
 
-    def exit_event(self) -> Exit:
+    def exit_event(self, *, truncated: bool) -> Exit:
+        """`truncated`: whether the reader of this stream missed some of the output."""
         assert self.outcome is not None
-        return Exit(truncated=self.truncated, **self._facts(self.outcome))  # type: ignore[arg-type]
+        return Exit(truncated=truncated, **self._facts(self.outcome))  # type: ignore[arg-type]
 
     def result(self) -> ExecResult:
         """The outcome with the output that is kept. Call once `ended`; raises what kept the command from running."""

@@ -1,6 +1,6 @@
 """A spawn helper: a small process that starts commands for the executor and collects them. Standard library only.
 
-Started as `python -I -S spawn_helper.py FD SETTINGS`, where FD is its end of a SOCK_SEQPACKET pair. It becomes the
+Imported by `python -I -S -c ... FD SETTINGS`, where FD is its end of a SOCK_SEQPACKET pair. It becomes the
 command user once, takes on no-new-privileges and limits once, and every command inherits all of it: so each spawn is a
 plain vfork+exec, which CPython only does while the user stays the same. It imports as little as it can, since it is
 resident in every pod and runs as the user that commands run as.
@@ -320,7 +320,3 @@ def main() -> None:
         Helper(sock).serve()
     finally:
         kill_everything()
-
-
-if __name__ == "__main__":
-    main()

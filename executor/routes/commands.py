@@ -111,7 +111,7 @@ async def _send_all(response: web.StreamResponse, follower: Follower, writer: Fr
         else:
             for data in writer.output(pieces):
                 await response.write(data)
-    await response.write(writer.end(command))
+    await response.write(writer.end(command, follower.missed))
 
 
 def now_rfc3339() -> str:
@@ -142,10 +142,10 @@ class FrameWriter:
                 out.append(output_frame_header(name, piece.offset + at, len(data)) + data)
         return out
 
-    def end(self, command: Command) -> bytes:
+    def end(self, command: Command, missed: bool) -> bytes:
         if command.error is not None:
             return event_frame(StreamError(error=error_body(command.error)))
-        return event_frame(command.exit_event())
+        return event_frame(command.exit_event(truncated=missed))
 
 
 class NdjsonWriter:
@@ -184,7 +184,7 @@ class NdjsonWriter:
                         out.append(_line(event(offset=start, end_offset=end, text=text)))
         return [b"".join(out)] if out else []
 
-    def end(self, command: Command) -> bytes:
+    def end(self, command: Command, missed: bool) -> bytes:
         out = []
         if self._texts is not None:
             for stream, text in enumerate(self._texts):
@@ -192,9 +192,10 @@ class NdjsonWriter:
                 if rest:
                     event = StdoutEvent if stream == 0 else StderrEvent
                     out.append(_line(event(offset=start, end_offset=end, text=rest)))
-        out.append(
-            _line(StreamError(error=error_body(command.error)) if command.error is not None else command.exit_event())
-        )
+        if command.error is not None:
+            out.append(_line(StreamError(error=error_body(command.error))))
+        else:
+            out.append(_line(command.exit_event(truncated=missed)))
         return b"".join(out)
 
 
