@@ -173,7 +173,7 @@ SETTINGS: Final = (
     ),
     Setting(
         field="max_connections", env="SOJOURN_MAX_CONNECTIONS", parse=_whole(1, 1_000_000),
-        doc="client connections at once; those beyond wait in the kernel's queue",
+        doc="client connections at once; those beyond are answered 429 and closed",
     ),
     Setting(
         field="log_level", env="SOJOURN_LOG_LEVEL", parse=_level, flag="--log-level",
@@ -182,6 +182,10 @@ SETTINGS: Final = (
     Setting(
         field="insecure_no_isolation", env=None, parse=_flag_only, flag="--insecure-no-isolation",
         doc="run commands as plain processes of this machine where isolation is not available",
+    ),
+    Setting(
+        field="allow_missing_limits", env=None, parse=_flag_only, flag="--allow-missing-limits",
+        doc="run pods without the memory, cpu or process limits that this machine cannot hold, instead of refusing",
     ),
 )  # fmt: skip
 _BY_FIELD: Final = {setting.field: setting for setting in SETTINGS}
@@ -259,6 +263,7 @@ class ManagerConfig:
     max_connections: int = 8192
     log_level: str = "INFO"
     insecure_no_isolation: bool = False
+    allow_missing_limits: bool = False
     targets: tuple[TargetConfig, ...] = (TargetConfig(name="here", provider="local"),)
     profiles: tuple[Profile, ...] = (Profile(name=DEFAULT_PROFILE),)
     projects: Mapping[Owner, ProjectPolicy] = field(default_factory=dict)

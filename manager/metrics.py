@@ -6,23 +6,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 Readings = Callable[[], Mapping[tuple[str, ...], float]]
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class _Readings(Collector):
-    """Gauges that are read when somebody asks."""
+    """Figures that are kept elsewhere and read when somebody asks."""
 
-    def __init__(self, name: str, text: str, labels: tuple[str, ...], read: Readings) -> None:
-        self._name, self._text, self._labels, self._read = name, text, labels, read
+    def __init__(self, family: Family, name: str, text: str, labels: tuple[str, ...], read: Readings) -> None:
+        self._family, self._name, self._text, self._labels, self._read = family, name, text, labels, read
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
+        family = self._family(self._name, self._text, labels=self._labels)
         for labels, value in self._read().items():
             family.add_metric(labels, value)
         yield family
@@ -79,9 +80,13 @@ class Metrics:
     def refused(self, code: str) -> None:
         self.refusals.labels(code).inc()
 
-    def read(self, name: str, text: str, labels: tuple[str, ...], read: Readings) -> None:
-        """Adds gauges whose values `read` gives, by label values, at each scrape. It must not block."""
-        self.registry.register(_Readings(name, text, labels, read))
+    def gauge(self, name: str, text: str, labels: tuple[str, ...], read: Readings) -> None:
+        """Values that go up and down, by label values, as `read` gives them at each scrape. It must not block."""
+        self.registry.register(_Readings(GaugeMetricFamily, name, text, labels, read))
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...], read: Readings) -> None:
+        """The same for counts that only grow; `_total` is added to the name."""
+        self.registry.register(_Readings(CounterMetricFamily, name, text, labels, read))
 
     def render(self) -> bytes:
         """The text exposition of all of it."""

@@ -1,0 +1,330 @@
+"""The composition root: opens store, data planes, services and surfaces in order, and closes them in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Final
+
+from aiohttp import web
+
+from manager.api.listener import Listener
+from manager.api.routes import create_app
+from manager.api.services import InFlight, Services
+from manager.config import BadConfig, ManagerConfig
+from manager.errors import ManagerError, StoreUnavailable
+from manager.executor_client import pod_token
+from manager.metrics import CONTENT_TYPE, Metrics
+from manager.model import BindingState, Owner, Role, new_id
+from manager.providers.base import Provider
+from manager.providers.local.provider import LocalProvider
+from manager.services.core import Services as Core
+from manager.services.pool import UNCLAIMED_SEC
+from manager.services.tenants import Tenants
+from manager.store.base import Store
+from manager.store.embedded import embedded_valkey
+from manager.store.redis import RedisStore
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+_ENDED_REASONS: Final = ("destroyed", "expired", "evicted", "oom", "node_lost", "lost")
+_ENDING_AT_ONCE: Final = 8  # pods, when everything ends
+
+
+class Stop:
+    """How this manager was asked to end: not yet, leaving pods for the next one, or with everything.
+
+    Before `serving`, a signal cancels the start instead."""
+
+    def __init__(self, *, interrupt_ends_pods: bool) -> None:
+        self.event = asyncio.Event()
+        self.ends_pods = False
+        self.starting: asyncio.Task[object] | None = None
+        self._interrupt_ends_pods = interrupt_ends_pods
+
+    def listen(self, forced: Callable[[], None]) -> None:
+        """Takes SIGINT and SIGTERM over. `forced`: called for a SIGINT that comes while ending."""
+        self._forced = forced
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        loop.add_signal_handler(signal.SIGTERM, self.ask)
+
+    def ask(self) -> None:
+        if self.event.is_set():
+            return
+        self.event.set()
+        if self.starting is not None:
+            self.starting.cancel()
+
+    def _interrupted(self) -> None:
+        if self.event.is_set():
+            self._forced()
+        self.ends_pods = self._interrupt_ends_pods
+        self.ask()
+
+
+class Manager:
+    """One running manager, for who started it."""
+
+    def __init__(self, config: ManagerConfig, core: Core, tenants: Tenants, store: Store) -> None:
+        self.config, self.core, self.tenants, self.store = config, core, tenants, store
+        self.port = 0
+        self.metrics_port: int | None = None
+        self.loops: asyncio.Task[None]
+        self.in_flight: InFlight
+
+    async def stopped(self, stop: Stop) -> None:
+        """Returns when asked to stop. Raises what a background loop died of."""
+        asked = asyncio.create_task(stop.event.wait(), name="wait-for-stop")
+        try:
+            await asyncio.wait([asked, self.loops], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+        if self.loops.done():
+            await self.loops
+            raise RuntimeError("the background loops ended by themselves")
+
+
+@asynccontextmanager
+async def running(config: ManagerConfig, stop: Stop, say: Say) -> AsyncIterator[Manager]:
+    """A manager that serves. `say` gets lines for people on what is being waited for.
+
+    Raises BadConfig, ManagerError (the store or a data plane), OSError (an address that is taken)."""
+    secret, pepper = _secrets(config)
+    async with AsyncExitStack() as stack:
+        store = await open_store(config, stack, say)
+        tenants = Tenants(store, pepper)
+        providers = await _open_providers(config, secret, stack, say)
+        core = Core(
+            store=store,
+            providers=providers,
+            regions={target.name: target.region for target in config.targets},
+            profiles=config.profiles,
+            policy=config.policy,
+            terms=config.terms,
+            secret=secret,
+            holder=new_id("m"),
+            start_limit_sec=float(config.start_limit_sec),
+        )
+        stack.push_async_callback(core.close)
+        stack.push_async_callback(_end_pods, core, store, providers, stop, say)
+        await core.start()
+        if found := [pod for watch in core.watches.values() for pod in watch.pods.values()]:
+            say(f"pods      {len(found)} of an earlier run found again")
+        manager = Manager(config, core, tenants, store)
+        manager.loops = asyncio.create_task(core.run_forever(), name="services")
+        stack.push_async_callback(_ended, manager.loops)
+        services = _surface(config, core, tenants, store)
+        manager.in_flight = services.in_flight
+        if config.metrics_port is not None:
+            metrics = _metrics_app(services.metrics)
+            manager.metrics_port = await _listen(stack, metrics, config, config.metrics_host, config.metrics_port)
+        manager.port = await _listen(stack, create_app(services), config, config.host, config.port)
+        stack.push_async_callback(_drain, services, stop, config)
+        yield manager
+
+
+# ── opening ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _secrets(config: ManagerConfig) -> tuple[bytes, bytes]:
+    if not config.manager_secret or not config.key_pepper:
+        raise BadConfig("SOJOURN_MANAGER_SECRET and SOJOURN_KEY_PEPPER are needed")
+    for name, value in (("SOJOURN_MANAGER_SECRET", config.manager_secret), ("SOJOURN_KEY_PEPPER", config.key_pepper)):
+        if len(value) < 32:
+            raise BadConfig(f"{name} needs at least 32 characters; make one with: openssl rand -hex 32")
+    return config.manager_secret.encode(), config.key_pepper.encode()
+
+
+async def open_store(config: ManagerConfig, stack: AsyncExitStack, say: Say) -> Store:
+    url = config.redis_url
+    if url is None:
+        url = await stack.enter_async_context(embedded_valkey(config.data_dir))
+    store = RedisStore.at(url)
+    stack.push_async_callback(store.close)
+    took = await store.ping()
+    where = "your Redis" if config.redis_url else f"embedded Valkey in {config.data_dir}"
+    say(f"store     {where}, answers in {took * 1000:.1f} ms")
+    for warning in await store.warnings():
+        log.warning("store_may_lose_writes", extra={"what": warning})
+        say(f"          warning: {warning}")
+    return store
+
+
+async def _open_providers(config: ManagerConfig, secret: bytes, stack: AsyncExitStack, say: Say) -> dict[str, Provider]:
+    opened: dict[str, Provider] = {}
+    for target in config.targets:
+        if target.provider != "local":
+            raise BadConfig(
+                f"target {target.name!r}: provider {target.provider!r} comes with a later version; this one has `local`"
+            )
+        provider = LocalProvider(
+            target.name,
+            config.data_dir,
+            lambda pod: pod_token(secret, pod),
+            insecure=config.insecure_no_isolation,
+            allow_missing_limits=config.allow_missing_limits,
+            unclaimed_sec=UNCLAIMED_SEC,
+        )
+        stack.push_async_callback(provider.close)
+        await _check_isolation(config, provider, say)
+        opened[target.name] = provider
+    return opened
+
+
+async def _check_isolation(config: ManagerConfig, provider: LocalProvider, say: Say) -> None:
+    """Says what this machine gives. Raises BadConfig where that is no isolation and nobody asked to do without."""
+    found = await provider.capabilities()
+    if found.tier is None and not config.insecure_no_isolation:
+        raise BadConfig(
+            f"this machine gives no isolation: {found.why_not}.\nTo get it: {found.advice}\n"
+            "`doctor` tells more. To run commands as plain processes of this machine all the same, where whatever a "
+            "task runs can read and change what you can: --insecure-no-isolation"
+        )
+    limits = [name for name in ("memory", "cpu", "pids") if name not in found.missing_limits]
+    if found.tier is None:
+        log.warning("no_isolation", extra={"why": found.why_not})
+        say("isolation NONE: commands run as plain processes of this machine (--insecure-no-isolation)")
+    else:
+        say(f"isolation namespaces, {found.tier} tier; limits held: {', '.join(limits) or 'none'}")
+    for name, why in found.missing_limits.items():
+        log.warning("limit_not_held", extra={"limit": name, "why": why})
+        say(f"          warning: no limit of {name}: {why}")
+
+
+def _surface(config: ManagerConfig, core: Core, tenants: Tenants, store: Store) -> Services:
+    async def only_project() -> Owner | None:
+        owners = {
+            Owner(key.tenant, key.project) for key in await store.list_keys(None) if key.role is not Role.PLATFORM
+        }
+        owners |= {binding.owner for binding in await store.list_bindings()} | set(config.projects)
+        return owners.pop() if len(owners) == 1 else None
+
+    async def not_ready() -> str | None:
+        try:
+            await store.ping()
+        except StoreUnavailable as why:
+            return why.message
+        behind = [name for name, watch in core.watches.items() if not watch.synced]
+        return f"the pods of {', '.join(behind)} are not known yet" if behind else None
+
+    services = Services(
+        config=config,
+        tasks=core.tasks,
+        tenants=tenants,
+        pool=core.pool,
+        metrics=Metrics(),
+        find_sandbox=store.find_sandbox,
+        only_project=only_project,
+        not_ready=not_ready,
+    )
+    _add_readings(services.metrics, core, services.in_flight)
+    return services
+
+
+def _add_readings(metrics: Metrics, core: Core, in_flight: InFlight) -> None:
+    """Figures that the services keep themselves, read at each scrape."""
+    pool, leases, sandboxes = core.pool, core.leases, core.sandboxes
+
+    def pools(field: str) -> Callable[[], Mapping[tuple[str, ...], float]]:
+        return lambda: {(view.profile,): float(getattr(view, field)) for view in pool.views()}
+
+    def ended() -> Mapping[tuple[str, ...], float]:
+        counts = dict.fromkeys(_ENDED_REASONS, 0)
+        for reason, count in sandboxes.ended_by_reason.items():
+            counts[reason if reason in counts else "lost"] += count
+        return {(reason,): float(count) for reason, count in counts.items()}
+
+    metrics.gauge("sojourn_requests_in_flight", "Requests under way.", (), lambda: {(): float(in_flight.count)})
+    metrics.gauge("sojourn_pool_ready", "Warm pods ready to be claimed.", ("profile",), pools("ready"))
+    metrics.gauge("sojourn_pool_wanted", "Warm pods that there should be.", ("profile",), pools("wanted"))
+    metrics.gauge("sojourn_pool_creating", "Warm pods being made.", ("profile",), pools("creating"))
+    metrics.counter("sojourn_pool_misses", "First commands that found no warm pod.", ("profile",), pools("misses"))
+    metrics.counter("sojourn_pool_failures", "Warm pods that could not be made.", ("profile",), pools("failed"))
+    metrics.counter(
+        "sojourn_claims",
+        "Sandboxes provided, from a warm pod or a cold one.",
+        ("provisioned",),
+        lambda: {(kind,): float(count) for kind, count in sandboxes.provisioned.items()},
+    )
+    metrics.counter("sojourn_sandboxes_ended", "Sandboxes whose pod has ended, by reason.", ("reason",), ended)
+    metrics.gauge(
+        "sojourn_operations", "Operations that hold leases here.", (), lambda: {(): float(leases.operations_total)}
+    )
+    metrics.counter("sojourn_lease_flushes", "Lease writes.", (), lambda: {(): float(leases.flushes)})
+    metrics.counter(
+        "sojourn_lease_flush_failures", "Lease writes that failed.", (), lambda: {(): float(leases.flush_failures)}
+    )
+
+
+def _metrics_app(metrics: Metrics) -> web.Application:
+    async def scrape(_request: web.Request) -> web.Response:
+        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/metrics", scrape)
+    return app
+
+
+async def _listen(stack: AsyncExitStack, app: web.Application, config: ManagerConfig, host: str, port: int) -> int:
+    """The port that it really is."""
+    listener = Listener(
+        app,
+        host=host,
+        port=port,
+        keepalive_sec=float(config.keepalive_sec),
+        max_connections=config.max_connections,
+    )
+    await stack.enter_async_context(listener)
+    return listener.port
+
+
+# ── closing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _drain(services: Services, stop: Stop, config: ManagerConfig) -> None:
+    """New requests are refused; those under way may finish, but not where their pods end anyway."""
+    services.in_flight.ending = True
+    if not stop.ends_pods and not await services.in_flight.drained(float(config.drain_sec)):
+        log.warning("requests_cut_off", extra={"requests": services.in_flight.count})
+
+
+async def _ended(loops: asyncio.Task[None]) -> None:
+    loops.cancel()
+    await asyncio.wait([loops])
+
+
+async def _end_pods(core: Core, store: Store, providers: Mapping[str, Provider], stop: Stop, say: Say) -> None:
+    """Everything that runs for anybody ends, where the one who started all of it has said so."""
+    if not stop.ends_pods:
+        return
+    await core.sandboxes.close()
+    await core.claims.close()
+    bindings = [binding for binding in await store.list_bindings() if binding.state is BindingState.BOUND]
+    await _each([partial(core.sandboxes.end, binding, "destroyed") for binding in bindings])
+    left: list[Callable[[], Awaitable[object]]] = []
+    for provider in providers.values():
+        left += [partial(provider.delete, pod.name) for pod in await provider.list()]
+    await _each(left)
+    say(f"ended     {len(bindings)} sandboxes, {len(left)} warm pods")
+
+
+async def _each(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    room = asyncio.Semaphore(_ENDING_AT_ONCE)
+
+    async def one(call: Callable[[], Awaitable[object]]) -> None:
+        async with room:
+            try:
+                await call()
+            except (ManagerError, OSError) as why:
+                log.warning("pod_not_ended", extra={"why": str(why)})
+
+    async with asyncio.TaskGroup() as group:
+        for call in calls:
+            group.create_task(one(call), name="end-pod")
