@@ -14,8 +14,11 @@ from types import FrameType
 from typing import Any
 
 from executor import kernel
+from executor.spawn_helper import mark_of
 
 log = logging.getLogger("executor.reaper")
+
+UNCLAIMED_MAX = 1024
 
 Ended = Callable[[int, float, float, int], None]  # wait status, user s, system s, max RSS KiB
 
@@ -23,7 +26,8 @@ Ended = Callable[[int, float, float, int], None]  # wait status, user s, system 
 class Reaper:
     def __init__(self) -> None:
         self._known: dict[int, Ended] = {}
-        self._unclaimed: dict[int, tuple[int, float, float, int]] = {}  # bounded: see _collect
+        self._unclaimed: dict[int, tuple[int, float, float, int]] = {}
+        self._marked: dict[int, int] = {}  # a command's seq -> the latest of its processes among the unclaimed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._before: Any = signal.SIG_DFL
 
@@ -60,23 +64,29 @@ class Reaper:
         self.expect(pid, ended)
         return True
 
-    def forget(self, pid: int) -> None:
-        self._known.pop(pid, None)
+    def collected(self, seq: int) -> int:
+        """The pid of an ended, unclaimed process of command `seq`; 0 where there is none."""
+        pid = self._marked.pop(seq, 0)
+        return pid if pid in self._unclaimed else 0
 
     def _collect(self) -> None:
         while True:
             try:
-                pid, status, use = os.wait4(-1, os.WNOHANG)
+                waiting = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if waiting is None:
                 return
-            outcome = (status, use.ru_utime, use.ru_stime, use.ru_maxrss)
+            pid = waiting.si_pid
             ended = self._known.pop(pid, None)
+            mark = mark_of(pid) if ended is None else 0  # gone as soon as it is collected
+            _pid, status, use = os.wait4(pid, 0)
+            outcome = (status, use.ru_utime, use.ru_stime, use.ru_maxrss)
             if ended is not None:
                 ended(*outcome)
-                continue
-            # A dead helper's command may be collected before its helper's end is seen.
-            self._unclaimed[pid] = outcome
-            while len(self._unclaimed) > 4096:
-                self._unclaimed.pop(next(iter(self._unclaimed)))
+            elif mark:  # a dead helper's command may be collected before its helper's end is seen
+                self._unclaimed[pid] = outcome
+                self._marked[mark] = pid
+                if len(self._unclaimed) > UNCLAIMED_MAX:
+                    self._unclaimed.pop(next(iter(self._unclaimed)))
+                    self._marked.pop(next(iter(self._marked)))

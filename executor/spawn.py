@@ -36,6 +36,7 @@ from executor.spawn_helper import (
     STAGE_CHDIR,
     STAGE_EXEC,
     STAGE_FORK,
+    group_lives,
 )
 
 log = logging.getLogger("executor.spawn")
@@ -324,6 +325,7 @@ class Spawner:
 
         def found(done: asyncio.Future[int]) -> None:
             pid = 0 if done.cancelled() or done.exception() is not None else done.result()
+            pid = pid or self.reaper.collected(job.seq)
             if not pid:
                 job.lost()
                 return
@@ -360,6 +362,6 @@ def _load(helper: _Helper) -> int:
 
 def _orphaned(job: Job) -> Callable[[int, float, float, int], None]:
     def ended(status: int, user: float, system: float, rss: int) -> None:
-        job.exited(status, user, system, rss, True)
+        job.exited(status, user, system, rss, group_lives(job.pid))
 
     return ended

@@ -165,7 +165,7 @@ class Helper:
             self.orphans.clear()
         adopted = set() if childless else self.find_orphans()
         for pid, seq, status, use in ended:
-            left = seq in adopted or _group_lives(pid)
+            left = seq in adopted or group_lives(pid)
             self.reply(EXITED, seq, 0, pid=pid, flag=left, status=status, use=use)
 
     def find_orphans(self) -> set[int]:
@@ -260,7 +260,7 @@ def _candidates(program: bytes, env: list[bytes]) -> tuple[bytes, ...]:
     return tuple(directory + b"/" + program for directory in path.split(b":") if directory)
 
 
-def _group_lives(pgid: int) -> bool:
+def group_lives(pgid: int) -> bool:
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:

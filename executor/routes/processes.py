@@ -132,12 +132,13 @@ async def _follow(request: web.Request, command: Command, stream: int, offset: i
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     while pieces != "end":
-        for _stream, piece in pieces if isinstance(pieces, list) else []:
-            if piece.gap and piece.offset != first:
-                await response.write_eof()
-                return response
-            if piece.data:
-                await response.write(piece.data)
+        if isinstance(pieces, list):
+            for _stream, piece in pieces:
+                if piece.gap and piece.offset != first:
+                    await response.write_eof()
+                    return response
+                if piece.data:
+                    await response.write(piece.data)
         pieces = await follower.next()
     await response.write_eof()
     return response

@@ -64,9 +64,9 @@ def test_what_a_reader_sees_is_the_output_with_its_gaps_marked(
     pieces: list[bytes], head: int, tail: int, limit: int
 ) -> None:
     log = OutputLog(head, tail)
-    for piece in pieces:
-        if piece:
-            log.append(piece)
+    for part in pieces:
+        if part:
+            log.append(part)
     whole = b"".join(pieces)
     at = 0
     for piece in read_all(log, limit=limit):
@@ -135,9 +135,7 @@ async def test_what_leaves_memory_is_read_back_from_disk(tmp_path: Path, workers
     log.close()
 
 
-async def test_the_ring_on_disk_drops_the_oldest_and_says_how_much(
-    tmp_path: Path, workers: ThreadPoolExecutor
-) -> None:
+async def test_the_ring_on_disk_drops_the_oldest_and_says_how_much(tmp_path: Path, workers: ThreadPoolExecutor) -> None:
     log = OutputLog(0, 20_000)
     log.spill = Spill(str(tmp_path), 0, workers, limit=100_000)
     whole = random.Random(3).randbytes(500_000)
