@@ -126,11 +126,12 @@ async def _follow(request: web.Request, command: Command, stream: int, offset: i
     """Raw bytes until the command ends, or up to a gap: nobody shall take what is behind it for what came next."""
     offset = min(offset, command.logs[stream].end)
     follower = Follower(command, offset, offset, only=stream)
-    pieces: list[tuple[int, Piece]] | Literal["quiet", "end"] = await follower.now()
-    first = pieces[0][1].offset if pieces else offset
+    there = await follower.now()
+    first = there[0][1].offset if there else offset
     headers = {"Content-Type": "application/octet-stream", OFFSET_HEADER: str(first), "Cache-Control": "no-store"}
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
+    pieces: list[tuple[int, Piece]] | Literal["quiet", "end"] = there
     while pieces != "end":
         if isinstance(pieces, list):
             for _stream, piece in pieces:

@@ -67,7 +67,7 @@ async def read_body(request: web.BaseRequest, limit_bytes: int = BODY_LIMIT_BYTE
 
 
 def read_query(request: web.BaseRequest, *allowed: str) -> dict[str, str]:
-    """The query's parameters, decoded exactly once; bytes that are no UTF-8 become surrogate escapes, as in os.fsdecode.
+    """The query's parameters, decoded exactly once; what is no UTF-8 becomes surrogate escapes, as in os.fsdecode.
 
     Raises InvalidRequest for a parameter that the call does not know, or that comes twice."""
     # Not `request.query`: it puts U+FFFD for such bytes, and so would name another file than the caller means.

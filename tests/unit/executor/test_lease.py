@@ -1,4 +1,4 @@
-"""The dead-man's switch: a pod outlives its manager by the lease and a grace, never by more, and never while it works."""
+"""The dead-man's switch: a pod outlives its manager by lease and grace, never by more, and never while it works."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ def test_text_cut_anywhere_comes_out_whole(text: str, cuts: list[int]) -> None:
     raw = text.encode()
     marks = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
     pieces, out, at = TextPieces(0), "", 0
-    for start, end in zip(marks, marks[1:], strict=False):
+    for start, end in itertools.pairwise(marks):
         offset, stop, part = pieces.feed(Piece(start, raw[start:end]))
         assert offset == at
         assert raw[offset:stop].decode() == part
