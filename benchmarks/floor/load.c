@@ -11,6 +11,7 @@
 //   --method M --path P --header 'Name: value' (repeatable) --body TEXT
 //   --expect TEXT       what a right answer's body contains; "{n}" in it and in the body is the request's number
 //   --pace-ms N         between two requests of a connection, counted from the earlier one's start (0: none)
+//   --until-stdin-ends  stop early, when stdin is closed
 //   --stall-sec N       give up when nothing at all arrives for so long (30)
 //   --frames            one request whose answer is a stream of frames: count its output, check that nothing is missing
 
@@ -37,7 +38,7 @@ enum { MAX_CONNECTIONS = 4096, MAX_ANSWER_BYTES = 1 << 22, READ_BYTES = 1 << 18 
 
 static const char *port, *unix_path, *method = "GET", *path = "/healthz", *body = "", *expect = "";
 static char headers[8192];
-static int connection_count = 1, frames;
+static int connection_count = 1, frames, until_stdin_ends;
 static double measure_sec = 1, warmup_sec, stall_sec = 30, pace_ms;
 static long request_count;
 
@@ -222,6 +223,10 @@ static void load(void) {
         struct epoll_event event = {.events = EPOLLIN, .data.u32 = (uint32_t)i};
         epoll_ctl(epoll, EPOLL_CTL_ADD, connections[i].fd, &event);
     }
+    if (until_stdin_ends) {
+        struct epoll_event event = {.events = EPOLLIN, .data.u32 = MAX_CONNECTIONS};
+        epoll_ctl(epoll, EPOLL_CTL_ADD, 0, &event);
+    }
     uint64_t begin_ns = now_ns(), from_ns = begin_ns + (uint64_t)(warmup_sec * 1e9), last_ns = begin_ns;
     uint64_t until_ns = request_count ? UINT64_MAX : from_ns + (uint64_t)(measure_sec * 1e9);
     uint64_t pace_ns = (uint64_t)(pace_ms * 1e6);
@@ -231,6 +236,11 @@ static void load(void) {
         int paced = 0, count = epoll_wait(epoll, events, 256, pace_ns ? 1 : 100);
         uint64_t now = now_ns();
         for (int i = 0; i < count; i++) {
+            if (events[i].data.u32 == MAX_CONNECTIONS) {
+                epoll_ctl(epoll, EPOLL_CTL_DEL, 0, NULL);
+                until_ns = now;
+                continue;
+            }
             struct connection *c = &connections[events[i].data.u32];
             last_ns = now;
             if (!take(c, from_ns)) continue;
@@ -388,8 +398,8 @@ static void read_stream(void) {
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *name = argv[i];
-        if (!strcmp(name, "--frames")) {
-            frames = 1;
+        if (!strcmp(name, "--frames") || !strcmp(name, "--until-stdin-ends")) {
+            *(name[2] == 'f' ? &frames : &until_stdin_ends) = 1;
             continue;
         }
         if (++i >= argc) fail(name);

@@ -1,0 +1,134 @@
+"""Runs the C load client and reads its one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks.harness.servers import CannotMeasure, Target, Workshop
+
+SPARE_SEC: Final = 60.0  # beyond what a load is told to take, before it is given up
+EXEC_OK: Final = '"exit_code":0'
+TRUE_BODY: Final = '{"command": ["true"]}'
+FRAMES_TYPE: Final = "application/vnd.sojourn.frames"
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """What one load saw; latencies in microseconds from sending a request to having its whole answer."""
+
+    requests: int
+    errors: int
+    seconds: float
+    per_sec: float
+    p50_us: float
+    p90_us: float
+    p99_us: float
+    max_us: float
+    first_error: str = ""
+
+
+class StreamSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one streamed command."""
+
+    stdout_bytes: int
+    stderr_bytes: int
+    seconds: float
+    first_byte_us: float
+    gaps: int
+    misplaced: int  # output frames whose offset is not where the one before ended
+    heartbeats: int
+    ended: bool
+    exit: dict[str, Any] | None = None
+
+    def whole(self, size_bytes: int) -> bool:
+        return (
+            self.stdout_bytes == size_bytes
+            and not self.gaps
+            and not self.misplaced
+            and self.ended
+            and self.exit is not None
+            and self.exit.get("exit_code") == 0
+        )
+
+
+def exec_options(target: Target, body: str = TRUE_BODY, expect: str = EXEC_OK) -> list[str]:
+    return ["--method", "POST", "--path", target.exec_path, "--body", body, "--expect", expect]
+
+
+NOOP_OPTIONS: Final = ["--method", "GET", "--path", "/healthz", "--expect", "ok"]
+
+
+def _argv(shop: Workshop, target: Target, options: list[str]) -> list[str]:
+    headers = [part for header in (*target.headers, "Content-Type: application/json") for part in ("--header", header)]
+    return [str(shop.load), *target.address, *headers, *options]
+
+
+def _output(argv: list[str], limit_sec: float) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_sec, check=False)
+    except subprocess.TimeoutExpired as why:
+        raise CannotMeasure(f"the load client did not end within {limit_sec:.0f} s") from why
+    if done.returncode:
+        raise CannotMeasure(f"the load client failed: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def run_load(
+    shop: Workshop, target: Target, options: list[str], *, connections: int, seconds: float, warmup_sec: float
+) -> Sample:
+    """Closed loop: each connection sends the next request when it has the answer. Raises CannotMeasure."""
+    timing = ["--connections", str(connections), "--seconds", str(seconds), "--warmup", str(warmup_sec)]
+    return _sample(_output(_argv(shop, target, options + timing), seconds + warmup_sec + SPARE_SEC))
+
+
+def run_count(shop: Workshop, target: Target, options: list[str], *, connections: int, count: int) -> Sample:
+    sizes = ["--connections", str(connections), "--count", str(count)]
+    return _sample(_output(_argv(shop, target, options + sizes), 4 * SPARE_SEC))
+
+
+def run_stream(shop: Workshop, target: Target, body: str) -> StreamSample:
+    options = ["--frames", "--method", "POST", "--path", target.exec_path, "--body", body]
+    options += ["--header", f"Accept: {FRAMES_TYPE}"]
+    return msgspec.convert(json.loads(_output(_argv(shop, target, options), 4 * SPARE_SEC)), StreamSample)
+
+
+@contextmanager
+def background_load(shop: Workshop, target: Target, options: list[str], connections: int) -> Iterator[None]:
+    """Load of which only the effect on others counts, until the block ends."""
+    argv = _argv(shop, target, [*options, "--connections", str(connections), "--seconds", "3600"])
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+        if process.poll() is not None:
+            raise CannotMeasure(f"the load on {target.name} ended early with {process.returncode}")
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@contextmanager
+def paced_noop(shop: Workshop, target: Target, pace_ms: float, got: list[Sample]) -> Iterator[None]:
+    """Health checks every `pace_ms` while the block runs; their sample is appended to `got` after it."""
+    argv = _argv(shop, target, [*NOOP_OPTIONS, "--pace-ms", str(pace_ms), "--seconds", "3600", "--until-stdin-ends"])
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield
+        out, err = process.communicate(timeout=SPARE_SEC)
+        if process.returncode:
+            raise CannotMeasure(f"health checks failed: {err.strip()}")
+        got.append(_sample(out))
+    except subprocess.TimeoutExpired as why:
+        raise CannotMeasure("the health checks did not end") from why
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def _sample(line: str) -> Sample:
+    return msgspec.convert(json.loads(line), Sample)
