@@ -7,6 +7,7 @@ nothing is run twice.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Final, Literal
@@ -128,6 +129,7 @@ class TaskSessions:
                     continue
                 except (OutcomeUnknown, ExecutorUnreachable):
                     self._sandboxes.invalidate(bound.binding)
+                    self._check_current(bound, once.request.id)  # where its end is known, that is the better answer
                     raise
                 self._check_current(bound, once.request.id)
                 await once.settle(bound)
@@ -341,8 +343,8 @@ class TaskSessions:
             pod_id=binding.pod if live and binding.pod else None,
             created_at=when(binding.created_at),
             lease=LeaseView(
-                until=when(lease.until),
-                hard_end=when(lease.hard_end),
+                until=when(time.time() + lease.until - lease.now),  # the store's clock is compared with itself only
+                hard_end=when(time.time() + lease.hard_end - lease.now),
                 left_sec=round(max(0.0, lease.until - lease.now), 3),
                 operations=operations,
             )
