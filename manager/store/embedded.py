@@ -221,8 +221,8 @@ class _Server:
         loading = False
         while loop.time() - began < (LOAD_LIMIT_SEC if loading else STOP_SEC) and self._alive():
             try:
-                answer = await self._ask("CONFIG", "GET", "dir")
-                return str(answer.get("dir")) == str(self._folder) and self._learn_pid()
+                name, folder = await self._ask("CONFIG", "GET", "dir")
+                return (name, folder) == ("dir", str(self._folder)) and self._learn_pid()
             except failures.BusyLoadingError:
                 loading = True
             except (failures.RedisError, OSError):
@@ -320,8 +320,8 @@ class _Server:
     async def _ask(self, *words: str) -> Any:
         client: Redis = Redis(
             unix_socket_path=self._record.socket,
-            socket_timeout=ASK_SEC,
-            socket_connect_timeout=ASK_SEC,
+            socket_timeout=None,
+            socket_connect_timeout=2 * ASK_SEC,  # the deadline is the one below
             retry=Retry(NoBackoff(), 0),
             decode_responses=True,
             protocol=2,

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any, Final
 
 from redis import exceptions as failures
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -62,13 +62,14 @@ class ScriptClient:
 
     def __init__(self, url: str, *, max_connections: int = 32, call_sec: float = 2.0) -> None:
         self._call_sec = call_sec
+        # Whoever finds no free connection waits here, so that one deadline covers waiting, connecting and the answer.
+        self._free = asyncio.Semaphore(max_connections)
         # RESP2: the same shapes of answers from every server. `from_url` lets the URL's own options win.
-        pool = BlockingConnectionPool.from_url(
+        pool = ConnectionPool.from_url(
             url,
             max_connections=max_connections,
-            timeout=call_sec,
-            socket_timeout=call_sec,
-            socket_connect_timeout=call_sec,
+            socket_timeout=None,
+            socket_connect_timeout=2 * call_sec,
             retry=Retry(NoBackoff(), 0),
             decode_responses=True,
             protocol=2,
@@ -119,7 +120,7 @@ class ScriptClient:
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._call_sec):
+            async with asyncio.timeout(self._call_sec), self._free:
                 yield
         except (OSError, failures.TimeoutError) as why:  # OSError: asyncio's TimeoutError too
             raise StoreUnavailable("Redis did not answer in time; try again shortly") from why

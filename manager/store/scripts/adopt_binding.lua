@@ -20,6 +20,7 @@ if old.state == 'ended' then
 elseif ours and previous == '' then
   previous = old.previous
 end
+redis.call('SET', SANDBOX .. id, key) -- the first write: see common.lua
 if old.sandbox_id and old.sandbox_id ~= id then
   redis.call('DEL', SANDBOX .. old.sandbox_id)
 end
@@ -28,7 +29,6 @@ redis.call('HSET', key, 'tenant', ARGV[1], 'project', ARGV[2], 'task_id', ARGV[3
   'token', token, 'profile', ARGV[6], 'target', ARGV[7], 'generation', whole(generation), 'pod', ARGV[10],
   'address', ARGV[11], 'created_at', created_at, 'previous', previous, 'ended', '',
   'claimed_ms', old.claimed_ms or '0', 'before', '')
-redis.call('SET', SANDBOX .. id, key)
 redis.call('ZADD', slots, '+inf', id)
 redis.call('SADD', LIVE, id)
 if not (ours and redis.call('EXISTS', LEASE .. id) == 1) then

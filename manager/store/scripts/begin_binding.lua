@@ -44,12 +44,12 @@ local created_at = ARGV[8]
 if tonumber(created_at) == 0 then
   created_at = string.format('%.3f', wall_ms() / 1000)
 end
+redis.call('SET', SANDBOX .. id, key) -- the first write: see common.lua
 redis.call('DEL', key)
 redis.call('HSET', key, 'tenant', ARGV[1], 'project', ARGV[2], 'task_id', ARGV[3], 'sandbox_id', id,
   'state', 'claiming', 'token', token, 'profile', ARGV[6], 'target', ARGV[7], 'generation', whole(generation),
   'pod', '', 'address', '', 'created_at', created_at, 'previous', previous, 'ended', '',
   'claimed_ms', whole(now), 'before', before)
-redis.call('SET', SANDBOX .. id, key)
 redis.call('ZADD', slots, whole(now + claim_ms), id)
 redis.call('SADD', LIVE, id)
 return {'ok', redis.call('HGETALL', key)}

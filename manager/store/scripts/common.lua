@@ -1,5 +1,9 @@
 -- Stands in front of every script. The constants SANDBOX, LIVE, LEASE, LEASES, OPERATIONS, HOLDER, HOLDING and CLOCK
 -- come from keys.py: whole keys, or prefixes that an id is put behind.
+--
+-- Redis refuses a script for want of memory at its first write or not at all. So what takes memory begins with a write
+-- that needs some (SET, HSET), and is refused whole; what gives memory back begins with one that frees (DEL, ZREM), and
+-- is never refused.
 
 local ENDED_KEPT_MS = 7 * 24 * 3600 * 1000
 

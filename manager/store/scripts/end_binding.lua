@@ -11,10 +11,10 @@ if ARGV[3] == '1' then
     return 0
   end
 end
+redis.call('ZREM', KEYS[2], id) -- the first write: see common.lua
 redis.call('HSET', key, 'state', 'ended', 'ended', ARGV[2], 'before', '')
 redis.call('PEXPIRE', key, ENDED_KEPT_MS)
 redis.call('PEXPIRE', SANDBOX .. id, ENDED_KEPT_MS)
-redis.call('ZREM', KEYS[2], id)
 redis.call('SREM', LIVE, id)
 drop_lease(id)
 return 1
