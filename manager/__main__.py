@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadConfig as why:
         tell(f"{PROGRAM}: {why}", sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130  # before anything was started: from then on SIGINT is taken over
 
 
 def tell(text: str, stream: Any = None) -> None:
