@@ -7,7 +7,7 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,7 @@ def gone(pid: int) -> bool:
 
 async def until(check: Callable[[], Awaitable[bool]], within_sec: float = 30) -> None:
     async with asyncio.timeout(within_sec):
-        while not await check():  # noqa: ASYNC110 - another process changes it
+        while not await check():
             await asyncio.sleep(0.02)
 
 
@@ -67,27 +67,39 @@ def claim(task_id: str) -> Binding:
     )  # fmt: skip
 
 
-async def left_behind(data_dir: Path, key: str = "k") -> Recorded:
-    """A manager starts its server, writes `key` and is killed with -9."""
-    program = (
-        "import asyncio, sys; from pathlib import Path; from redis.asyncio import Redis\n"
-        "from manager.store.embedded import embedded_valkey\n"
-        "async def main():\n"
-        "    async with embedded_valkey(Path(sys.argv[1])) as url, Redis.from_url(url) as redis:\n"
-        "        await redis.set(sys.argv[2], 'kept')\n"
-        "        print('written', flush=True)\n"
-        "        await asyncio.sleep(600)\n"
-        "asyncio.run(main())\n"
-    )
-    manager = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, str(data_dir), key, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-    )
-    assert manager.stdout is not None
-    async with asyncio.timeout(60):
-        assert await manager.stdout.readline() == b"written\n"
-    manager.kill()
-    await manager.wait()
-    return recorded(data_dir)
+LeaveBehind = Callable[[Path], Awaitable[Recorded]]
+
+
+@pytest.fixture
+async def left_behind() -> AsyncIterator[LeaveBehind]:
+    """Has a manager start its server, write `k` and be killed with -9; ends what is still there after the test."""
+    left: list[Recorded] = []
+
+    async def leave(data_dir: Path) -> Recorded:
+        program = (
+            "import asyncio, sys; from pathlib import Path; from redis.asyncio import Redis\n"
+            "from manager.store.embedded import embedded_valkey\n"
+            "async def main():\n"
+            "    async with embedded_valkey(Path(sys.argv[1])) as url, Redis.from_url(url) as redis:\n"
+            "        await redis.set('k', 'kept')\n"
+            "        print('written', flush=True)\n"
+            "        await asyncio.sleep(600)\n"
+            "asyncio.run(main())\n"
+        )
+        manager = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, str(data_dir), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        assert manager.stdout is not None
+        async with asyncio.timeout(60):
+            assert await manager.stdout.readline() == b"written\n"
+        left.append(recorded(data_dir))
+        manager.kill()
+        await manager.wait()
+        return left[-1]
+
+    yield leave
+    for one in left:
+        embedded._signal(embedded._Record(one.socket, one.pid, one.started), signal.SIGKILL)
 
 
 async def get(url: str, key: str = "k") -> str | None:
@@ -204,7 +216,7 @@ async def test_a_cut_off_last_write_does_not_keep_it_from_starting(tmp_path: Pat
 # ── crashes and left-overs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_server_left_by_a_killed_manager_is_used_again(tmp_path: Path) -> None:
+async def test_a_server_left_by_a_killed_manager_is_used_again(tmp_path: Path, left_behind: LeaveBehind) -> None:
     left = await left_behind(tmp_path)
     assert not gone(left.pid)
     async with embedded_valkey(tmp_path) as url:
@@ -213,7 +225,7 @@ async def test_a_server_left_by_a_killed_manager_is_used_again(tmp_path: Path) -
     assert gone(left.pid)
 
 
-async def test_it_is_found_again_even_where_the_record_of_it_was_lost(tmp_path: Path) -> None:
+async def test_it_is_found_again_even_where_the_record_of_it_was_lost(tmp_path: Path, left_behind: LeaveBehind) -> None:
     left = await left_behind(tmp_path)
     (tmp_path / "valkey" / "server.json").unlink()
     async with embedded_valkey(tmp_path) as url:
@@ -222,7 +234,9 @@ async def test_it_is_found_again_even_where_the_record_of_it_was_lost(tmp_path: 
     assert gone(left.pid)
 
 
-async def test_a_left_over_that_does_not_answer_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_left_over_that_does_not_answer_is_ended_first(
+    tmp_path: Path, left_behind: LeaveBehind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "STOP_SEC", 1.0)
     left = await left_behind(tmp_path)
     os.kill(left.pid, signal.SIGSTOP)
@@ -232,7 +246,7 @@ async def test_a_left_over_that_does_not_answer_is_ended_first(tmp_path: Path, m
         assert await get(url) == "kept"
 
 
-async def test_a_recycled_process_id_is_never_signalled(tmp_path: Path) -> None:
+async def test_a_recycled_process_id_is_never_signalled(tmp_path: Path, left_behind: LeaveBehind) -> None:
     bystander = await asyncio.create_subprocess_exec("sleep", "600")
     left = await left_behind(tmp_path)
     os.kill(left.pid, signal.SIGKILL)
