@@ -11,12 +11,13 @@ from redis.asyncio import Redis
 from manager.store import keys
 
 
-@pytest.fixture(params=["embedded", "SOJOURN_TEST_REDIS_URL"])
+OWN_REDIS_URL = os.environ.get("SOJOURN_TEST_REDIS_URL", "")  # a Redis for tests only: our keys in it are deleted
+
+
+@pytest.fixture(params=["embedded", "own"] if OWN_REDIS_URL else ["embedded"])
 async def redis_url(request: pytest.FixtureRequest, valkey_url: str) -> str:
-    """A real server, emptied of our keys: our own, and the one that the variable names (a Redis for tests only)."""
-    url = valkey_url if request.param == "embedded" else os.environ.get("SOJOURN_TEST_REDIS_URL", "")
-    if not url:
-        pytest.skip("SOJOURN_TEST_REDIS_URL is not set")
+    """A real server, emptied of our keys: the embedded one, and the one that the variable names."""
+    url = OWN_REDIS_URL if request.param == "own" else valkey_url
     async with Redis.from_url(url) as client:
         async for key in client.scan_iter(match=f"{keys.PREFIX}*", count=1000):
             await client.delete(key)
