@@ -10,7 +10,6 @@ from redis.asyncio import Redis
 
 from manager.store import keys
 
-
 OWN_REDIS_URL = os.environ.get("SOJOURN_TEST_REDIS_URL", "")  # a Redis for tests only: our keys in it are deleted
 
 
