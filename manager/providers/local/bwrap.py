@@ -26,6 +26,8 @@ ARGS_FD: Final = 6
 # All that the executor needs to be root of its pod: become the command user, end its processes, reach its files.
 KEPT_CAPABILITIES: Final = ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER")
 
+_SHM_BYTES: Final = 256 << 20
+
 _USR_MERGED: Final = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # Of /etc only what programs need to run, and nothing that is particular to this machine or secret: no shadow, no ssh,
 # no keys under ssl/private, no machine-id.
@@ -80,8 +82,7 @@ class PodSpec:
     state_dir: str
     workspace: str
     cgroups: tuple[PodCgroup, ...] = ()
-    tmp_bytes: int = 1 << 30
-    shm_bytes: int = 64 << 20
+    memory_bytes: int = 2 << 30  # what the pod's tmpfs mounts share, with room left
     command: tuple[str, ...] = ()
 
 
@@ -143,9 +144,11 @@ def _system(spec: PodSpec) -> list[str]:
     if spec.tier == "split":
         for path in spec.system.unwritable:
             args += ["--ro-bind", path, path]
-    args += ["--dev", "/dev", *_tmpfs("/dev/shm", spec.shm_bytes), "--remount-ro", "/dev"]
-    for path in ("/tmp", "/var/tmp", "/run"):
-        args += _tmpfs(path, spec.tmp_bytes)
+    args += ["--dev", "/dev", *_tmpfs("/dev/shm", min(spec.memory_bytes // 8, _SHM_BYTES)), "--remount-ro", "/dev"]
+    # Together with /dev/shm three quarters of the memory at most: what lies in them counts against the pod's limit and
+    # cannot be reclaimed, so a full one would leave the kernel only the executor to kill.
+    for path, part in (("/tmp", 2), ("/var/tmp", 16), ("/run", 16)):
+        args += _tmpfs(path, spec.memory_bytes // part)
     # Seen and empty: the machine's own are hidden.
     for path in ("/root", "/home", "/mnt", "/opt", "/srv", "/sys"):
         args += _directory(path)

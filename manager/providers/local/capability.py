@@ -9,7 +9,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -123,18 +122,17 @@ def _try(program: str, tier: bwrap.Tier, entry: Entry) -> str | None:
             (base / directory).mkdir()
         for file, text in bwrap.etc_files("probe", ["sandbox"]).items():
             (base / "etc" / file).write_text(text, encoding="utf-8")
-        # As the pod's root: become the command user and start the interpreter again, as the spawn helpers do.
+        # As the pod's root: find the executor, then become the command user as the spawn helpers do.
         uid, package = bwrap.COMMAND_UID, str(entry.package / "__init__.py")
-        second = f"import os; open({package!r}).close(); os.write(1, {_PROBED.encode()!r})"
-        first = (
-            f"import os, sys\nif os.getuid() != {uid}:\n"
+        script = (
+            f"import os\nopen({package!r}).close()\nif os.getuid() != {uid}:\n"
             f"    os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})\n"
-            f"os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', {second!r}])"
+            f"os.write(1, {_PROBED.encode()!r})"
         )
         spec = bwrap.PodSpec(
             name="probe", tier=tier, system=bwrap.read_system(), programs=entry.programs, etc_dir=f"{base}/etc",
             run_dir=f"{base}/run", state_dir=f"{base}/state", workspace=f"{base}/workspace",
-            command=(entry.python, "-I", "-S", "-c", first),
+            command=(entry.python, "-I", "-S", "-c", script),
         )  # fmt: skip
         try:
             pid, info = launch.launch_bwrap(
@@ -215,7 +213,3 @@ def _settings() -> Mapping[str, str]:
         except OSError:
             continue
     return found
-
-
-def interpreter() -> str:
-    return f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"

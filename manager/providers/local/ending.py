@@ -40,6 +40,8 @@ def end_pod(store: PodStore, name: str, blank: PodRecord, *, deleted: bool) -> t
     reason = _reason(store, record, deleted=deleted)
     _kill(store, record)
     cgroups.remove(record.cgroups)
+    if record.workspace:
+        remove_tree(Path(record.workspace))
     if record.run_dir:
         remove_tree(Path(record.run_dir))
         if store.root not in Path(record.run_dir).parents:

@@ -39,18 +39,19 @@ class Entry:
         return (self.python, "-I", "-c", "; ".join(lines))
 
 
-def find_entry(data_dir: Path, package: Path | None = None) -> Entry:
+def find_entry(data_dir: Path, package: Path | None = None, *, isolated: bool = True) -> Entry:
     """The running interpreter with the installed `executor`, or the one in the directory `package`.
 
-    Raises IsolationUnavailable where pods could not have it without seeing what they must not."""
+    Raises IsolationUnavailable where `isolated` pods could not have it without seeing what they must not."""
     if package is None:
         found = importlib.util.find_spec("executor")
         if found is None or not found.submodule_search_locations:
             raise IsolationUnavailable("the package `executor` is not installed beside the manager; install it whole")
         package = Path(next(iter(found.submodule_search_locations))).resolve()
     roots = _interpreter_roots()
-    for root in roots:
-        _check_root(root, data_dir)
+    if isolated:
+        for root in roots:
+            _check_root(root, data_dir)
     programs = [str(root) for root in roots]
     programs += [link for link in _links(sys.executable) if not _inside(Path(link), [_SYSTEM, *roots])]
     inside = _inside(package, [_SYSTEM, *roots]) and package.parent.name in ("site-packages", "dist-packages")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pwd
 import re
 import resource
 import stat
@@ -28,8 +29,8 @@ SOCKET_NAME: Final = "executor.sock"
 INFO_SEC: Final = 10.0  # for bubblewrap to say which process it has started
 _SOCKET_PATH_BYTES: Final = 107  # sun_path less the final NUL: unix(7)
 _USER: Final = re.compile(r"[a-z_][a-z0-9_-]{0,31}\Z")
-_SHM_BYTES: Final = 256 << 20
-_TMP_BYTES: Final = 1 << 30
+_UNLIMITED_BYTES: Final = 2 << 30  # what /tmp and the like are sized by where memory has no limit
+_PLAIN_USER: Final = "nobody"  # for commands of plain processes under root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,13 @@ def new_record(
     annotations: dict[str, str], now: float, boot: str,
 ) -> PodRecord:  # fmt: skip
     run_dir = _run_dir(store, name)
+    workspace = ""
+    if not plan.isolated and found.root:
+        # Even plain commands never run as root, and another user cannot reach into the data directory.
+        workspace = f"/var/tmp/sojourn-{cgroup_name(store, name)}"
     return PodRecord(
         name=name, version=1, phase="creating", labels=labels, annotations=annotations, created_at=now, boot_id=boot,
-        socket=str(run_dir / SOCKET_NAME), run_dir=str(run_dir), isolated=plan.isolated,
+        socket=str(run_dir / SOCKET_NAME), run_dir=str(run_dir), workspace=workspace,
         cgroups=cgroups.paths(found.hierarchies, cgroup_name(store, name)),
     )  # fmt: skip
 
@@ -140,12 +145,11 @@ def _start_isolated(
     record: PodRecord, home: Path, found: Capabilities, entry: Entry, plan: Plan, env: dict[str, str]
 ) -> PodRecord:
     assert found.tier is not None
-    tmp_bytes = plan.limits.memory_bytes or _TMP_BYTES
     spec = bwrap.PodSpec(
         name=record.name, tier=found.tier, system=bwrap.read_system(), programs=entry.programs,
         etc_dir=str(home / "etc"), run_dir=record.run_dir, state_dir=str(home / "state"),
-        workspace=str(home / "workspace"), cgroups=tuple(record.cgroups), tmp_bytes=tmp_bytes,
-        shm_bytes=min(tmp_bytes, _SHM_BYTES), command=entry.command(plan.rlimits),
+        workspace=str(home / "workspace"), cgroups=tuple(record.cgroups), command=entry.command(plan.rlimits),
+        memory_bytes=plan.limits.memory_bytes or _UNLIMITED_BYTES,
     )  # fmt: skip
     env |= {
         "HOME": bwrap.WORKSPACE,
@@ -170,7 +174,9 @@ def _start_isolated(
 
 
 def _start_plain(record: PodRecord, home: Path, entry: Entry, plan: Plan, env: dict[str, str]) -> PodRecord:
-    workspace = str(home / "workspace")
+    workspace = record.workspace or str(home / "workspace")
+    if record.workspace:
+        env["SOJOURN_COMMAND_USER"] = _PLAIN_USER
     env |= {
         "HOME": workspace,
         "SOJOURN_EXECUTOR_SOCKET": record.socket,
@@ -194,6 +200,10 @@ def _directories(record: PodRecord, home: Path, found: Capabilities, plan: Plan)
         path.write_text(text, encoding="utf-8")
         path.chmod(0o644)
     (home / "workspace").chmod(0o755)
+    if record.workspace:
+        user = pwd.getpwnam(_PLAIN_USER)
+        os.mkdir(record.workspace, 0o700)
+        os.chown(record.workspace, user.pw_uid, user.pw_gid)
     if plan.isolated and found.tier == "split":
         os.chown(home / "workspace", bwrap.COMMAND_UID, bwrap.COMMAND_UID)
 

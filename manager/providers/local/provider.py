@@ -98,7 +98,7 @@ class LocalProvider:
         self._clearing: asyncio.Task[None] | None = None
         self._deaths = Deaths(self._died)
         self._watchers = Watchers()
-        self._closed = False
+        self.closed = False
 
     async def capabilities(self) -> Capabilities:
         """What pods get on this machine; tried out at the first call."""
@@ -112,8 +112,8 @@ class LocalProvider:
         found, entry = await self._survey()
         plan = plan_for(profile, found, insecure=self._insecure, allow_missing_limits=self._allow_missing_limits)
         self._warn(plan, found)
-        if entry is None:  # without isolation the entry's search may have failed; it then says why itself
-            entry = await self._in_thread(find_entry, self._data_dir, self._package)
+        if entry is None:
+            entry = await self._in_thread(partial(find_entry, self._data_dir, self._package, isolated=plan.isolated))
         if (there := await self.get(name)) is not None:
             return there
         if name in self._making:
@@ -158,9 +158,9 @@ class LocalProvider:
     async def list(self, labels: Mapping[str, str] | None = None) -> list[Pod]:
         living, dead = await self._in_thread(_scan, self._store, self._boot)
         for name in dead:
-            if name not in self._making and not self._closed:
+            if name not in self._making and not self.closed:
                 self._end_soon(name, deleted=False)
-        if self._clearing is None and not self._closed:
+        if self._clearing is None and not self.closed:
             self._clearing = asyncio.create_task(self._clear_leftovers(), name="local-leftovers")
         for record in living:
             self._watch_over(record)
@@ -186,7 +186,7 @@ class LocalProvider:
         known: dict[str, Pod] = {}
         names: list[str] = []
         try:
-            while not self._closed:
+            while not self.closed:
                 # Every name at the start, and again now and then: another manager's doings are seen in the store only.
                 if not names:
                     found = {pod.name: pod for pod in await self.list()}
@@ -207,7 +207,7 @@ class LocalProvider:
             self._watchers.leave(watcher)
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         await self._deaths.close()
         tasks = [*self._ending.values(), *([self._clearing] if self._clearing else [])]
         if tasks:
@@ -245,7 +245,7 @@ class LocalProvider:
         return pod_of(record, self.name)
 
     async def _survey(self) -> tuple[Capabilities, Entry | None]:
-        if self._closed:
+        if self.closed:
             raise ShuttingDown("the local provider is closed")
         async with self._finding:
             if self._found is None:
@@ -272,7 +272,7 @@ class LocalProvider:
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _died(self, name: str) -> None:
-        if not self._closed and name not in self._making:
+        if not self.closed and name not in self._making:
             self._end_soon(name, deleted=False)
 
     def _end_soon(self, name: str, *, deleted: bool) -> asyncio.Task[None]:
@@ -308,7 +308,7 @@ class LocalProvider:
                 await self._settled(self._removers, remove_tree, path)
 
     def _watch_over(self, record: PodRecord) -> None:
-        if record.inner is not None and not self._closed and record.name not in self._ending:
+        if record.inner is not None and not self.closed and record.name not in self._ending:
             self._deaths.add(record.name, record.inner)
 
     # ── threads ─────────────────────────────────────────────────────────────────────────────────────────────────

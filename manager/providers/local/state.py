@@ -48,7 +48,7 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     run_dir: str  # holds the socket; outside the pod's directory where that path is too long for a socket
     cgroups: list[PodCgroup] = []
-    isolated: bool = True
+    workspace: str = ""  # where it is not in the pod's directory
     inner: ProcessId | None = None  # the executor, PID 1 of the pod
     outer: ProcessId | None = None  # bubblewrap outside, waiting for it
 
