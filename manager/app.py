@@ -120,7 +120,7 @@ async def running(config: ManagerConfig, stop: Stop, say: Say) -> AsyncIterator[
         manager = Manager(config, core, tenants, store)
         manager.loops = asyncio.create_task(core.run_forever(), name="services")
         stack.push_async_callback(_ended, manager.loops)
-        services = _surface(config, core, tenants, store)
+        services = surface(config, core, tenants, store)
         manager.in_flight = services.in_flight
         if config.metrics_port is not None:
             metrics = _metrics_app(services.metrics)
@@ -198,7 +198,7 @@ async def _check_isolation(config: ManagerConfig, provider: LocalProvider, say: 
         say(f"          warning: no limit of {name}: {why}")
 
 
-def _surface(config: ManagerConfig, core: Core, tenants: Tenants, store: Store) -> Services:
+def surface(config: ManagerConfig, core: Core, tenants: Tenants, store: Store) -> Services:
     async def only_project() -> Owner | None:
         owners = {
             Owner(key.tenant, key.project) for key in await store.list_keys(None) if key.role is not Role.PLATFORM
