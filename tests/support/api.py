@@ -88,7 +88,7 @@ class Api:
             data = json.dumps(body).encode()
         url = URL(self.address + path, encoded=True)
         async with self.session.request(method, url, headers=sent, data=data) as response:
-            return Reply(response.status, dict(response.headers), await response.read())
+            return Reply(response.status, response.headers, await response.read())
 
     async def call_route(self, route: Route, *, role: str | None, headers: Mapping[str, str] | None = None) -> Reply:
         """The route with made-up ids and, where it takes one, a body."""
