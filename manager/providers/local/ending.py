@@ -37,7 +37,7 @@ def end_pod(store: PodStore, name: str, blank: PodRecord, *, deleted: bool) -> t
     if not store.path(name).exists():
         return "destroyed", None
     record = store.read(name) or blank
-    reason = _reason(store, record, deleted=deleted)
+    reason = reason_of(store, record, deleted=deleted)
     _kill(store, record)
     cgroups.remove(record.cgroups)
     if record.workspace:
@@ -72,7 +72,7 @@ def trim_log(path: Path, most_bytes: int) -> None:
         pass
 
 
-def _reason(store: PodStore, record: PodRecord, *, deleted: bool) -> str:
+def reason_of(store: PodStore, record: PodRecord, *, deleted: bool) -> str:
     """`destroyed`, `expired`, `oom` or `lost`, as in the API's `previous`."""
     if deleted or record.phase == "deleting":
         return "destroyed"

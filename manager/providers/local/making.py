@@ -90,7 +90,7 @@ def plan_for(profile: Profile, found: Capabilities, *, insecure: bool, allow_mis
 
 
 def new_record(
-    name: str, store: PodStore, found: Capabilities, plan: Plan, *, labels: dict[str, str],
+    name: str, target: str, store: PodStore, found: Capabilities, plan: Plan, *, labels: dict[str, str],
     annotations: dict[str, str], now: float, boot: str,
 ) -> PodRecord:  # fmt: skip
     run_dir = _run_dir(store, name)
@@ -99,7 +99,8 @@ def new_record(
         # Even plain commands never run as root, and another user cannot reach into the data directory.
         workspace = f"/var/tmp/sojourn-{cgroup_name(store, name)}"
     return PodRecord(
-        name=name, version=1, phase="creating", labels=labels, annotations=annotations, created_at=now, boot_id=boot,
+        name=name, target=target, version=1, phase="creating", labels=labels, annotations=annotations,
+        created_at=now, boot_id=boot,
         socket=str(run_dir / SOCKET_NAME), run_dir=str(run_dir), workspace=workspace,
         cgroups=cgroups.paths(found.hierarchies, cgroup_name(store, name)),
     )  # fmt: skip

@@ -47,6 +47,7 @@ from manager.providers.local.watching import Watchers
 log = logging.getLogger(__name__)
 
 READY_SEC: Final = 30.0
+DELETE_SEC: Final = 60.0
 READY_POLL_SEC: Final = 0.02
 RESCAN_SEC: Final = 2.0  # how late a watcher learns of what another manager did
 LOG_BYTES: Final = 1 << 20  # of a pod's log, before it is cut to its end
@@ -125,8 +126,8 @@ class LocalProvider:
         try:
             record = await self._in_thread(
                 partial(
-                    new_record, name, self._store, found, plan, labels=dict(labels), annotations=dict(annotations),
-                    now=time.time(), boot=self._boot,
+                    new_record, name, self.name, self._store, found, plan, labels=dict(labels),
+                    annotations=dict(annotations), now=time.time(), boot=self._boot,
                 )
             )  # fmt: skip
             making = Making(record)
@@ -150,10 +151,10 @@ class LocalProvider:
         if not _NAME.match(name):
             return None
         record = await self._in_thread(self._store.read, name)
-        if record is None or record.phase != "ready" or not record.alive(self._boot):
+        if record is None or record.target != self.name or record.phase != "ready" or not record.alive(self._boot):
             return None
         self._watch_over(record)
-        return pod_of(record, self.name)
+        return pod_of(record)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[Pod]:
         living, dead = await self._in_thread(_scan, self._store, self._boot)
@@ -162,24 +163,32 @@ class LocalProvider:
                 self._end_soon(name, deleted=False)
         if self._clearing is None and not self.closed:
             self._clearing = asyncio.create_task(self._clear_leftovers(), name="local-leftovers")
-        for record in living:
+        ours = [record for record in living if record.target == self.name]
+        for record in ours:
             self._watch_over(record)
         wanted = (labels or {}).items()
-        return [pod_of(record, self.name) for record in living if wanted <= record.labels.items()]
+        return [pod_of(record) for record in ours if wanted <= record.labels.items()]
 
     async def patch(
         self, name: str, version: str, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
     ) -> Pod:
         record = await self._in_thread(self._store.patch, name, version, labels, annotations)
         self._watchers.changed(name)
-        return pod_of(record, self.name)
+        return pod_of(record)
 
     async def delete(self, name: str) -> None:
         if not _NAME.match(name):
             return
         if (under_way := self._ending.get(name)) is not None:
-            await asyncio.shield(under_way)
-        await asyncio.shield(self._end_soon(name, deleted=True))
+            await asyncio.wait([under_way])
+        ending = self._end_soon(name, deleted=True)
+        done, _ = await asyncio.wait([ending], timeout=DELETE_SEC)
+        if done:
+            ending.result()
+        elif await self.get(name) is None:
+            log.warning("pod_removal_slow", extra={"pod": name})  # it has ended; its files go on being removed
+        else:
+            raise ManagerError(f"pod {name} has not ended within {DELETE_SEC:.0f} s")
 
     async def watch(self) -> AsyncIterator[PodEvent]:
         watcher = self._watchers.join()
@@ -211,7 +220,7 @@ class LocalProvider:
         await self._deaths.close()
         tasks = [*self._ending.values(), *([self._clearing] if self._clearing else [])]
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=DELETE_SEC)  # what is left then, the next manager removes
         self._threads.shutdown(wait=False)
         self._removers.shutdown(wait=False)
 
@@ -242,7 +251,7 @@ class LocalProvider:
         self._watch_over(record)
         self._watchers.changed(name)
         log.info("pod_ready", extra={"pod": name, "took_sec": round(time.time() - record.created_at, 3)})
-        return pod_of(record, self.name)
+        return pod_of(record)
 
     async def _survey(self) -> tuple[Capabilities, Entry | None]:
         if self.closed:
@@ -291,8 +300,9 @@ class LocalProvider:
     async def _end(self, name: str, *, deleted: bool) -> None:
         self._deaths.discard(name)
         blank = PodRecord(
-            name=name, version=0, phase="creating", labels={}, annotations={}, created_at=0.0, boot_id=self._boot,
-            socket="", run_dir="", cgroups=cgroups.paths(cgroups.find_hierarchies(), cgroup_name(self._store, name)),
+            name=name, target=self.name, version=0, phase="creating", labels={}, annotations={}, created_at=0.0,
+            boot_id=self._boot, socket="", run_dir="",
+            cgroups=cgroups.paths(cgroups.find_hierarchies(), cgroup_name(self._store, name)),
         )  # fmt: skip
         reason, left = await self._in_thread(partial(end_pod, self._store, name, blank, deleted=deleted))
         if left is None:

@@ -39,6 +39,7 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One pod.json."""
 
     name: str
+    target: str  # whose pod it is: targets may share a data directory
     version: int  # counts the changes of labels and annotations
     phase: Phase
     labels: dict[str, str]
@@ -56,9 +57,9 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.boot_id == boot and self.inner is not None and self.inner.alive()
 
 
-def pod_of(record: PodRecord, target: str) -> Pod:
+def pod_of(record: PodRecord) -> Pod:
     return Pod(
-        name=record.name, version=str(record.version), target=target, labels=record.labels,
+        name=record.name, version=str(record.version), target=record.target, labels=record.labels,
         annotations=record.annotations, address=f"unix:{record.socket}", ready=record.phase == "ready",
         deleting=record.phase == "deleting", created_at=record.created_at,
     )  # fmt: skip
