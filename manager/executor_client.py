@@ -463,7 +463,9 @@ def _as_ours() -> Iterator[None]:
         if isinstance(why, TimeoutError):
             raise
         raise _Interrupted(_words(why)) from why
-    except (ValueError, RecursionError) as why:
+    except RuntimeError as why:
+        raise _Interrupted(_words(why)) from why  # aiohttp's "Connection closed." and "Session is closed"
+    except ValueError as why:
         raise BadAnswer(_words(why)) from why
 
 

@@ -80,6 +80,7 @@ class FakeExecutor:
         self._released = asyncio.Event()
         self.waiting = asyncio.Event()  # a ["wait"] has begun
         self._runner: web.AppRunner | None = None
+        self.files: dict[str, bytes] = {}
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])
@@ -93,17 +94,21 @@ class FakeExecutor:
         app.router.add_put("/v1/files", self._put_file)
         app.router.add_get("/v1/files", self._get_file)
         app.router.add_get("/v1/usage", self._health)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._socket)).start()
-        self.files: dict[str, bytes] = {}
 
     async def stop(self) -> None:
         """As when the pod ends: connections break, nothing listens any more."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            for connection in runner.server.connections if runner.server is not None else ():
+                if connection.transport is not None:
+                    connection.transport.abort()
             await runner.cleanup()
             self._socket.unlink(missing_ok=True)
+            for _ in range(5):
+                await asyncio.sleep(0)  # both ends of a connection are on this loop: the other sees its end now
 
     def release(self) -> None:
         self._released.set()
