@@ -141,7 +141,8 @@ def test_the_reason_of_an_end_comes_from_the_exit_code_and_the_cgroup(
     store = PodStore(tmp_path / "pods")
     record = PodRecord(
         name="p1", target="here", version=1, phase="ready", labels={}, annotations={}, created_at=0.0,
-        boot_id="another", socket="", run_dir="", inner=dead, outer=dead, cgroups=[PodCgroup(2, str(group), ("memory",))],
+        boot_id="another", socket="", run_dir="", inner=dead, outer=dead,
+        cgroups=[PodCgroup(2, str(group), ("memory",))],
     )  # fmt: skip
     begin(store, record)
     (store.path("p1") / "status").write_text(status)
