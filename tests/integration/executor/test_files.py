@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import io
 import json
@@ -123,9 +122,31 @@ def left_in(workspace: Path) -> list[str]:
     return sorted(os.listdir(workspace))
 
 
+async def raw(address: str, head: str, body: bytes = b"", *headers: str) -> bytes:
+    """The whole answer to a request written by hand."""
+    reader, writer = await asyncio.open_unix_connection(address)
+    lines = [f"{head} HTTP/1.1", "Host: pod", f"Authorization: Bearer {TOKEN}", "Connection: close", *headers, "", ""]
+    writer.write("\r\n".join(lines).encode() + body)
+    async with asyncio.timeout(60):
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    return answer
+
+
+async def oversized(address: str, head: str, body: bytes) -> None:
+    """Sends the body with and without its length ahead; both are refused, and heard to be."""
+    pieces = [body[start : start + 65_536] for start in range(0, len(body), 65_536)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    for sent, header in ((body, f"Content-Length: {len(body)}"), (chunks, "Transfer-Encoding: chunked")):
+        answer = await raw(address, head, sent, header)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b'"too_large"' in answer
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 
@@ -227,15 +248,15 @@ async def test_odd_names_are_taken_literally(client: Client, name: str) -> None:
     assert left_in(client.workspace) == []
 
 
-async def test_names_that_are_no_utf8_are_reached_by_their_bytes(client: Client) -> None:
+async def test_names_that_are_no_utf8_are_reached_by_their_bytes(client: Client, pod: Pod) -> None:
     with open(os.fsencode(client.workspace) + b"/\xff", "wb") as file:
         file.write(b"content")
     entry = (await client.call("GET", "/v1/files/list")).json["entries"][0]
     assert base64.b64decode(entry["name_base64"]) == b"\xff"
-    answer = await raw(client, b"GET /v1/files?path=%FF HTTP/1.1", b"")
+    answer = await raw(pod.socket, "GET /v1/files?path=%FF")
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.endswith(b"content")
-    assert b" 404 " in (await raw(client, b"GET /v1/files?path=%FE HTTP/1.1", b"")).splitlines()[0]
+    assert b" 404 " in (await raw(pod.socket, "GET /v1/files?path=%FE")).splitlines()[0]
 
 
 async def test_a_listing_with_special_files_returns_at_once(client: Client) -> None:
@@ -385,45 +406,24 @@ async def test_bad_bodies_are_refused_and_name_the_field(client: Client, body: b
     assert left_in(client.workspace) == []
 
 
-async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(client: Client) -> None:
-    body = b'{"path": "' + b"a" * (2 * MiB) + b'"}'
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), 65_536):
-            yield body[start : start + 65_536]
-
-    for data in (io.BytesIO(body), pieces()):
-        with contextlib.suppress(aiohttp.ClientOSError):  # refused while we still send, the connection is closed
-            assert (await client.call("POST", "/v1/files/mkdir", data=data)).code == "too_large"
+async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(client: Client, pod: Pod) -> None:
+    await oversized(pod.socket, "POST /v1/files/mkdir", b'{"path": "' + b"a" * (2 * MiB) + b'"}')
     assert left_in(client.workspace) == []
-
-
-async def raw(client: Client, head: bytes, body: bytes) -> bytes:
-    """The whole answer to a request written by hand."""
-    assert isinstance(client.http.connector, aiohttp.UnixConnector)
-    reader, writer = await asyncio.open_unix_connection(client.http.connector.path)
-    lines = [head, b"Host: pod", b"Authorization: Bearer " + TOKEN.encode(), b"Connection: close", b"", body]
-    writer.write(b"\r\n".join(lines))
-    try:
-        async with asyncio.timeout(30):
-            return await reader.read()
-    finally:
-        writer.close()
 
 
 @pytest.mark.parametrize(
     "body", [b"Content-Length: 1000\r\n\r\nonly this", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"]
 )
-async def test_an_upload_that_breaks_off_is_never_taken_for_the_whole(client: Client, body: bytes) -> None:
+async def test_an_upload_that_breaks_off_is_never_taken_for_the_whole(client: Client, pod: Pod, body: bytes) -> None:
     headers, _, content = body.partition(b"\r\n\r\n")
     await client.put("f", b"old")
-    assert isinstance(client.http.connector, aiohttp.UnixConnector)
-    _, writer = await asyncio.open_unix_connection(client.http.connector.path)
+    _, writer = await asyncio.open_unix_connection(pod.socket)
     head = b"PUT /v1/files?path=f HTTP/1.1\r\nHost: pod\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n"
     writer.write(head + headers + b"\r\n\r\n" + content)
     await writer.drain()
     await until(lambda: len(left_in(client.workspace)) == 2)  # it has begun
     writer.close()
+    await writer.wait_closed()
     await until(lambda: len(left_in(client.workspace)) == 1)
     assert (client.workspace / "f").read_bytes() == b"old"
 
@@ -464,18 +464,10 @@ async def test_an_upload_over_the_limit_is_refused_also_without_a_length(tmp_pat
     address = str(tmp_path.parent / "limit.sock")
     await web.UnixSite(runner, address).start()
 
-    async def twice_the_limit() -> AsyncIterator[bytes]:
-        for _ in range(32):
-            yield b"x" * 65_536
-
-    async with aiohttp.ClientSession("http://pod", connector=aiohttp.UnixConnector(address)) as http:
-        for data in (twice_the_limit(), io.BytesIO(b"x" * (2 * MiB))):
-            with contextlib.suppress(aiohttp.ClientOSError):
-                async with http.put("/v1/files", params={"path": "new/f"}, data=data) as response:
-                    assert response.status == 413
-                    assert (await response.json())["error"]["code"] == "too_large"
-        async with http.put("/v1/files", params={"path": "whole"}, data=b"x" * MiB) as response:
-            assert response.status == 201
+    await oversized(address, "PUT /v1/files?path=new/f", b"x" * (2 * MiB))
+    assert (await raw(address, "PUT /v1/files?path=whole", b"x" * MiB, f"Content-Length: {MiB}")).startswith(
+        b"HTTP/1.1 201"
+    )
     await runner.cleanup()
     service.close()
     assert left_in(tmp_path) == ["whole"]
