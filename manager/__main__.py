@@ -46,6 +46,9 @@ store, stop it first or use the HTTP interface: GET, POST and DELETE /api/v1/key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["doctor"]:  # has options of its own
+        return run_doctor(argv[1:])
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -88,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     command("up", "start everything on this machine", _UP, run_up)
     command("serve", "run a production manager", _SERVE, run_serve)
     command("config", "print the effective settings and where each came from", "Secrets are masked.", run_config)
-    doctor = commands.add_parser("doctor", help="what this machine gives sandboxes", add_help=False)
-    doctor.add_argument("rest", nargs=argparse.REMAINDER)
-    doctor.set_defaults(run=run_doctor)
+    commands.add_parser("doctor", help="what this machine gives sandboxes, and what is missing")
     _add_keys(command("keys", "create, list and revoke API keys", _KEYS, run_keys))
     return parser
 
@@ -181,10 +182,10 @@ def run_config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_doctor(arguments: argparse.Namespace) -> int:
+def run_doctor(argv: Sequence[str]) -> int:
     from manager.doctor import main as doctor
 
-    return doctor(arguments.rest)
+    return doctor(argv)
 
 
 def run_keys(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ Tell = Callable[[str, TextIO], None]
 
 DEVELOPER: Final = Owner("dev", "default")
 _POOL_POLL_SEC: Final = 0.1
+_POOL_STILL_SEC: Final = 1.0
 
 
 def up(config: ManagerConfig, tell: Callable[..., None]) -> int:
@@ -156,15 +157,18 @@ def _forced(tell: Callable[..., None]) -> None:
 
 
 async def _pool_filled(manager: Manager, tell: Callable[..., None]) -> None:
-    """Waits until the warm pool is there, tells of each step, and goes on without where it cannot be had."""
-    deadline, told = time.monotonic() + manager.config.start_limit_sec, -1
-    while time.monotonic() < deadline and not manager.loops.done():
+    """Waits until the warm pool is there, telling of each step; not where it cannot be had, nor for the rest of it
+    while a manager that crashed still has the word on refilling."""
+    told, moved_at = -1, time.monotonic()
+    while time.monotonic() < moved_at + manager.config.start_limit_sec and not manager.loops.done():
         views = manager.core.pool.views()
         ready, wanted = sum(view.ready for view in views), sum(view.wanted for view in views)
+        if ready != told or any(view.creating for view in views):
+            moved_at = time.monotonic()
         if ready != told:
             tell(f"pool      {ready} of {wanted} sandboxes warm")
             told = ready
-        if ready >= wanted:
+        if ready >= wanted or (ready and time.monotonic() - moved_at > _POOL_STILL_SEC):
             return
         if error := next((view.last_error for view in views if view.last_error), None):
             tell(f"          warning: {error}")
