@@ -32,6 +32,7 @@ from executor.routes.processes import process_routes
 from executor.routes.reply import json_reply
 from executor.routes.usage import usage_routes
 from executor.spawn import Spawner
+from executor.threads import started_pool
 from executor.upload import WriteTerms
 from executor.usage import UsageService
 from executor.wire import LEASE_HEADER, POD_HEADER, ErrorBody, ErrorReply
@@ -41,6 +42,7 @@ log = logging.getLogger("executor")
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 BACKLOG: Final = 4096
+THREADS: Final = 4
 LINE_BYTES: Final = 16_384
 
 
@@ -64,6 +66,9 @@ async def open_services(
     services = Services(config, ended)
     services.users = users = Users(config)
     nofile = kernel.raise_open_files()
+    workers = started_pool(THREADS, "worker")
+    stack.callback(workers.shutdown, wait=False, cancel_futures=True)
+    asyncio.get_running_loop().set_default_executor(workers)
     _prepare_workspace(config, users)
     for lacking in isolation.protect_executor():
         log.warning("protection_missing", extra={"what": lacking})
@@ -103,16 +108,21 @@ def _gauges(services: Services) -> dict[str, float]:
     }
 
 
-def make_app(services: Services) -> web.Application:
-    app = web.Application(middlewares=[_guard(services)], client_max_size=EXEC_BODY_BYTES)
-    app.router.add_routes([
+def routes_of(services: Services) -> list[web.RouteDef]:
+    """Every call that there is."""
+    return [
         *command_routes(services.processes),
         *process_routes(services.processes),
         *files_routes(services.files),
         *usage_routes(services.usage),
         *lease_routes(services.lease, services.processes, _writer_of(services.files)),
         *health_routes(services.processes),
-    ])  # fmt: skip
+    ]
+
+
+def make_app(services: Services) -> web.Application:
+    app = web.Application(middlewares=[_guard(services)], client_max_size=EXEC_BODY_BYTES)
+    app.router.add_routes(routes_of(services))
     return app
 
 

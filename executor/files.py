@@ -11,7 +11,6 @@ import codecs
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
@@ -22,6 +21,7 @@ from executor.filetree import entry_in, entry_of, list_tree, remove
 from executor.fileuser import FileUser
 from executor.isolation import CommandUser
 from executor.safepath import Place, Roots, directory_at, enter_or_make, file_error, parent_of, rename
+from executor.threads import started_pool
 from executor.upload import Upload, WriteTerms, check_match
 from executor.wire import FileEntry, FileList, MkdirRequest, MoveRequest
 
@@ -53,7 +53,7 @@ class FileService:
         self._max_file_bytes = max_file_bytes
         self._identity = FileUser()
         self._commits = threading.Lock()
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="files")
+        self._pool = started_pool(_THREADS, "files")
         self._under_way = 0
 
     def close(self) -> None:

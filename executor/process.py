@@ -271,7 +271,7 @@ class Command:
             pump.drain()
         self._finish(Outcome(
             exit_code=255, signal=None, reason="lost",
-            message="the command killed the process that would have told its exit code; its output is kept",
+            message="the helper that knew its exit code was killed, most likely by a command; its output is kept",
             descendants_left=True, duration_sec=self._duration, usage=_NO_USE,
         ))  # fmt: skip
 

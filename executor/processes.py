@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
@@ -25,6 +24,7 @@ from executor.isolation import CommandUser, Users, base_environment
 from executor.output import Spill
 from executor.process import Command
 from executor.spawn import Spawner
+from executor.threads import started_pool
 from executor.wire import ExecRequest, MiB, bad_field
 
 log = logging.getLogger("executor.processes")
@@ -66,7 +66,7 @@ class Processes:
         self._drained.set()
         self._oom_seen = counters.oom_kills()
         self._pids_seen = counters.pids_denied()
-        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="spill")
+        self._workers = started_pool(2, "spill")
         self._spills: list[Spill] = []
         self._spill_dir: str | None = None
         self.counts: dict[str, int] = {}  # ended commands by reason

@@ -274,7 +274,7 @@ class Spawner:
         helpers = self._helpers.get(user.uid)
         helper = min(helpers, key=_load) if helpers else self._add(user)
         if helpers and helper.waiting and len(helpers) < self._count:
-            self._add(user)  # from the first commands at once on; most pods never need a second one
+            self._replace(user, self._count)  # when commands run at once; most pods never need a second one
         helper.send(job, packet, fds)
         if self._watch is None:
             self._watch = self.loop.call_later(ANSWER_SEC, self._check)
@@ -311,8 +311,8 @@ class Spawner:
         burst = len(self._restarts) == self._restarts.maxlen and now - self._restarts[0] < 1.0
         self.loop.call_later(0.5 if burst else 0.0, self._replace, helper.user)
 
-    def _replace(self, user: CommandUser) -> None:
-        if self._closing or self._helpers[user.uid]:
+    def _replace(self, user: CommandUser, wanted: int = 1) -> None:
+        if self._closing or len(self._helpers[user.uid]) >= wanted:
             return
         try:
             self._add(user)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Final
 
@@ -16,6 +15,7 @@ from executor.config import ExecutorConfig
 from executor.errors import ExecutorError
 from executor.proctable import ProcessTable, read_processes
 from executor.safepath import file_error
+from executor.threads import started_pool
 from executor.wire import CpuUse, DiskUse, MemoryUse, PidsUse, UsageReport
 
 REPORT_DEADLINE_SEC: Final = 20.0
@@ -42,7 +42,7 @@ class UsageService:
         self._gauges = gauges
         self._leaders = leaders
         self._cgroups = cgroup.find(root)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="usage")
+        self._pool = started_pool(1, "usage")
         self._under_way: dict[bool, asyncio.Future[UsageReport]] = {}
 
     def close(self) -> None:
