@@ -270,6 +270,7 @@ async def test_a_listing_with_special_files_returns_at_once(client: Client) -> N
             assert [entry["type"] for entry in reply.json["entries"]] == ["directory", "symlink", "fifo", "socket"]
             for name, code in (("fifo", "not_a_file"), ("socket", "not_a_file"), ("dangling", "invalid_path")):
                 assert (await client.get(name)).code == code
+    (client.workspace / "closed").chmod(0o700)  # so that the next test may clear it away
 
 
 @pytest.mark.parametrize(
