@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -117,9 +118,8 @@ async def test_a_command_gets_no_descriptor_and_no_setting_of_the_executor(pod: 
 
 
 async def test_the_executors_environment_and_memory_cannot_be_read(pod: Executor) -> None:
-    answer = await pod.exec(
-        f"cat /proc/{pod.pid}/environ; head -c1 /proc/{pod.pid}/mem; ls /proc/{pod.pid}/fd/; readlink /proc/{pod.pid}/cwd && echo read"
-    )
+    proc = f"/proc/{pod.pid}"
+    answer = await pod.exec(f"cat {proc}/environ; head -c1 {proc}/mem; ls {proc}/fd/; readlink {proc}/cwd && echo read")
     assert answer["stdout"] == ""
     assert answer["stderr"].count("ermission denied") == 3, answer
 
@@ -185,12 +185,12 @@ ESCAPES = {
 @pytest.mark.parametrize("way", ["timeout", "delete"])
 async def test_nothing_that_a_command_started_survives_its_forced_end(pod: Executor, script: str, way: str) -> None:
     mark = f"300.{secrets.randbelow(10**9):09d}"
-    body = {"command": script.format(n=mark), "grace_sec": 0.5}
+    command = script.format(n=mark)
     if way == "timeout":
-        answer = await pod.exec(**body, timeout_sec=1.0)
+        answer = await pod.exec(command, grace_sec=0.5, timeout_sec=1.0)
         assert (answer["reason"], answer["timed_out"], answer["descendants_left"]) == ("timeout", True, False)
     else:
-        _, started = await pod.call("POST", "/v1/processes", json=body)
+        _, started = await pod.call("POST", "/v1/processes", json={"command": command, "grace_sec": 0.5})
         await until(lambda: processes_with(mark))
         assert (await pod.call("DELETE", f"/v1/processes/{started['id']}"))[0] == 204
     assert processes_with(mark) == []
@@ -258,7 +258,7 @@ async def test_a_drain_tells_streams_how_their_commands_ended(started: Executor)
             async for line in stream.content:
                 lines.append(json.loads(line))
                 if lines[-1]["type"] == "stdout":
-                    executor.process and executor.process.send_signal(signal.SIGTERM)
+                    os.kill(executor.pid, signal.SIGTERM)
         assert [line["type"] for line in lines] == ["started", "stdout", "exit"]
         assert (lines[-1]["reason"], lines[-1]["signal"]) == ("cancelled", "SIGTERM")
     finally:
