@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -52,15 +52,15 @@ class _Full(asyncio.Protocol):
     """Answers a connection over the bound, and closes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+        connection = cast(asyncio.WriteTransport, transport)  # uvloop's are none of asyncio's classes
         body = error_reply(RateLimited("this manager holds as many connections as it may; try again in a moment")).body
         assert isinstance(body, bytes)
         head = (
             "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
             f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        transport.write(head.encode() + body)
-        transport.close()
+        connection.write(head.encode() + body)
+        connection.close()
 
 
 class Listener:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from manager.api.routes import ROUTES
 from manager.api.server import Route
@@ -185,7 +186,12 @@ async def test_while_it_ends_requests_under_way_finish_and_new_ones_are_refused(
     assert await in_flight.drained(20)
 
 
-async def test_connections_over_the_bound_are_told_so_and_those_within_go_on() -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_connections_over_the_bound_are_told_so_and_those_within_go_on(run: Callable[[Any], None]) -> None:
+    run(_over_the_bound())
+
+
+async def _over_the_bound() -> None:
     async with api(max_connections=3) as surface:
         held = [await asyncio.open_connection("127.0.0.1", surface.port) for _ in range(3)]
         await until(lambda: surface.services.in_flight.count == 0)
