@@ -11,13 +11,15 @@ import hashlib
 import hmac
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import aiohttp
 import msgspec
+from aiohttp.client_exceptions import UnixClientConnectorError
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from executor.wire import (
@@ -55,10 +57,10 @@ from manager.executor_answers import (
     decoded,
     refusal,
 )
+from manager.pod_http import CONNECT_SEC, Interrupted, PodConnections, dial_unix
 
 MARGIN_SEC: Final = 30.0  # beyond a command's own timeout, for an executor that is busy
 STREAM_IDLE_SEC: Final = 3 * HEARTBEAT_SEC  # without a frame: three heartbeats missed
-CONNECT_SEC: Final = 10.0
 CALL_SEC: Final = 15.0  # a call that runs nothing
 FRAME_BYTES: Final = 8 * CHUNK_BYTES  # an honest frame has one chunk and an offset, or a small JSON text
 _TAIL_SEC: Final = 1.0  # from the exit frame to the end of the body, for the connection to be used again
@@ -96,37 +98,42 @@ class ForwardedResponse(msgspec.Struct, frozen=True):
     body: AsyncIterator[bytes]
 
 
-class _Channel:
-    """The connections to one pod, with the headers that never change."""
+class _UnixConnector(aiohttp.UnixConnector):
+    """Waits where the pod's backlog is full; aiohttp's own takes that for a refusal, or for a connection."""
 
-    __slots__ = ("base", "exec_url", "in_use", "session")
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Any], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        try:
+            sock = await dial_unix(self.path)
+            try:
+                made: Callable[[], ResponseHandler] = self._factory
+                _, handler = await self._loop.create_unix_connection(made, sock=sock)
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as why:
+            raise UnixClientConnectorError(self.path, req.connection_key, why) from why
+        return handler
+
+
+class _Channel:
+    """The connections to one pod, with the headers that never change: thin ones for small calls, aiohttp's for
+    streams and files."""
 
     def __init__(self, pod: PodRef, token: str, connections: int) -> None:
-        connector: aiohttp.BaseConnector
-        if pod.address.startswith("unix:"):
-            connector = aiohttp.UnixConnector(pod.address[5:], limit=connections, keepalive_timeout=60)
-            self.base = URL("http://pod")
-        else:
-            # force_close stays off: a connection that the pod has closed meanwhile shows as one reset, see exec().
-            connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=60, ttl_dns_cache=60)
-            self.base = URL(pod.address)
-        headers = {"Authorization": f"Bearer {token}", POD_HEADER: pod.name, "Accept-Encoding": "identity"}
-        if pod.lease_sec is not None:
-            headers[LEASE_HEADER] = str(pod.lease_sec)
-        self.session = aiohttp.ClientSession(
-            connector=connector,
-            headers=headers,
-            skip_auto_headers=("User-Agent",),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-            read_bufsize=1 << 18,
-            max_line_size=4096,
-            max_field_size=4096,
-            max_headers=64,
-        )
-        self.exec_url = self.base.with_path("/v1/exec")
+        self._pod = pod
+        self._most = connections
+        self._session: aiohttp.ClientSession | None = None
         self.in_use = 0
+        self.base = URL("http://pod" if pod.address.startswith("unix:") else pod.address)
+        self.http = PodConnections(pod.address, connections)
+        self._headers = {"Authorization": f"Bearer {token}", POD_HEADER: pod.name, "Accept-Encoding": "identity"}
+        if pod.lease_sec is not None:
+            self._headers[LEASE_HEADER] = str(pod.lease_sec)
+        lines = {"Host": self.base.authority, **self._headers, "Content-Type": "application/json"}
+        self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._exec_head = self._head("POST", "/v1/exec")
 
     def __enter__(self) -> Self:
         self.in_use += 1
@@ -135,12 +142,43 @@ class _Channel:
     def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, tb: TracebackType | None) -> None:
         self.in_use -= 1
 
+    async def exec(self, body: bytes, limit: int, total_sec: float) -> tuple[int, bytes]:
+        return await self.http.call(b"%b%d\r\n\r\n" % (self._exec_head, len(body)), body, limit, total_sec)
 
-class _Interrupted(Exception):
-    """The request may have reached the pod; the answer did not reach us whole."""
+    async def call(self, method: str, path: str, body: bytes, limit: int, total_sec: float) -> tuple[int, bytes]:
+        return await self.http.call(b"%b%d\r\n\r\n" % (self._head(method, path), len(body)), body, limit, total_sec)
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=self._connector(),
+                headers=self._headers,
+                skip_auto_headers=("User-Agent",),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                trust_env=False,
+                read_bufsize=1 << 18,
+                max_line_size=4096,
+                max_field_size=4096,
+                max_headers=64,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        self.http.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self._pod.address.startswith("unix:"):
+            return _UnixConnector(self._pod.address[5:], limit=self._most, keepalive_timeout=60)
+        return aiohttp.TCPConnector(limit=self._most, keepalive_timeout=60, ttl_dns_cache=60)
+
+    def _head(self, method: str, path: str) -> bytes:
+        return f"{method} {path} HTTP/1.1\r\n{self._lines}Content-Length: ".encode()
 
 
-_JSON_POST: Final = {"Content-Type": "application/json"}
 _FRAMES_POST: Final = {"Content-Type": "application/json", "Accept": FRAMES_TYPE}
 
 
@@ -167,30 +205,23 @@ class ExecutorClient:
         A connection that breaks after the request was sent is tried once more where the request has an `id`: the
         executor joins what runs under it. Raises OutcomeUnknown (details: id) where that fails too."""
         body = self._encode(request)
-        limit = answer_limit(request)
-        timeout = aiohttp.ClientTimeout(total=_total_sec(request), connect=CONNECT_SEC)
+        limit, total_sec = answer_limit(request), _total_sec(request)
         for last in (False, True):
             try:
-                with self._channel(pod) as channel, _as_ours():
-                    response = await channel.session.post(
-                        channel.exec_url, data=body, headers=_JSON_POST, timeout=timeout, allow_redirects=False
-                    )
-                    try:
-                        data = await _read(response, limit if response.status == 200 else ERROR_BYTES)
-                    finally:
-                        response.release()
+                with self._channel(pod) as channel:
+                    status, data = await channel.exec(body, limit, total_sec)
             except ExecutorNotReached as why:
                 if last:
                     raise _unknown(request, "the connection broke and the pod is not there any more") from why
                 raise
-            except _Interrupted as why:
+            except Interrupted as why:
                 if last or request.id is None:
                     raise _unknown(request, f"the connection broke: {why}") from why
                 continue
             except (BadAnswer, TimeoutError) as why:
                 raise _unknown(request, _words(why)) from why
-            if response.status != 200:
-                raise refusal(response.status, data)
+            if status != 200:
+                raise refusal(status, data)
             try:
                 result = decoded(self._result, data)
                 check_result(result, request.id)
@@ -211,7 +242,7 @@ class ExecutorClient:
                 with _as_ours():
                     async with asyncio.timeout(STREAM_IDLE_SEC):
                         response = await channel.session.post(
-                            channel.exec_url,
+                            channel.base.with_path("/v1/exec"),
                             data=self._encode(request),
                             headers=_FRAMES_POST,
                             timeout=timeout,
@@ -220,7 +251,7 @@ class ExecutorClient:
                         if response.status != 200:
                             async with response:
                                 raise refusal(response.status, await _read(response, ERROR_BYTES))
-            except (_Interrupted, BadAnswer, TimeoutError) as why:
+            except (Interrupted, BadAnswer, TimeoutError) as why:
                 raise _unknown(request, _words(why)) from why
             frames = _Frames(response, request)
             events = frames.events()
@@ -240,13 +271,13 @@ class ExecutorClient:
 
     async def lease(self, pod: PodRef) -> LeaseInfo:
         """What runs in the pod, and its deadlines. Renews nothing."""
-        return self._lease_info(await self._json(pod, "GET", "/v1/lease", None))
+        return self._lease_info(await self._json(pod, "GET", "/v1/lease", b""))
 
     async def push_lease(self, pod: PodRef, request: LeaseRequest) -> None:
         await self._json(pod, "POST", "/v1/lease", self._encode(request))
 
     async def health(self, pod: PodRef) -> Health:
-        data = await self._json(pod, "GET", "/healthz", None)
+        data = await self._json(pod, "GET", "/healthz", b"")
         try:
             return decoded(self._health, data)
         except BadAnswer as why:
@@ -293,7 +324,7 @@ class ExecutorClient:
                     if response.status not in _FORWARDED and method != "HEAD":
                         async with response:
                             raise refusal(response.status, await _read(response, ERROR_BYTES))
-            except (_Interrupted, BadAnswer, TimeoutError) as why:
+            except (Interrupted, BadAnswer, TimeoutError) as why:
                 if upload is not None and upload.failure is not None:
                     raise upload.failure from None  # it was the caller's body that broke, not the pod
                 raise ExecutorUnreachable(f"the pod broke off: {_words(why)}") from why
@@ -336,7 +367,7 @@ class ExecutorClient:
         raise RateLimited(f"this manager has calls under way to {self._max_pods} pods, as many as it may")
 
     def _close_soon(self, channel: _Channel) -> None:
-        closing = asyncio.get_running_loop().create_task(channel.session.close(), name="close-pod-connections")
+        closing = asyncio.get_running_loop().create_task(channel.close(), name="close-pod-connections")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -348,30 +379,19 @@ class ExecutorClient:
             raise ExecutorUnreachable(f"the pod's lease is unreadable: {why}") from None
         return info
 
-    async def _json(self, pod: PodRef, method: str, path: str, body: bytes | None) -> bytes:
+    async def _json(self, pod: PodRef, method: str, path: str, body: bytes) -> bytes:
         """The body of a 200 or 204. For calls that are safe to repeat: one broken connection is tried again."""
-        timeout = aiohttp.ClientTimeout(total=CALL_SEC, connect=CONNECT_SEC)
         for last in (False, True):
             try:
-                with self._channel(pod) as channel, _as_ours():
-                    response = await channel.session.request(
-                        method,
-                        channel.base.with_path(path),
-                        data=body,
-                        headers=_JSON_POST if body is not None else None,
-                        timeout=timeout,
-                        allow_redirects=False,
-                    )
-                    try:
-                        data = await _read(response, JSON_BYTES if response.status == 200 else ERROR_BYTES)
-                    finally:
-                        response.release()
-                if response.status not in (200, 204):
-                    raise refusal(response.status, data)
-                return data
-            except (_Interrupted, BadAnswer, TimeoutError) as why:
-                if last or not isinstance(why, _Interrupted):
+                with self._channel(pod) as channel:
+                    status, data = await channel.call(method, path, body, JSON_BYTES, CALL_SEC)
+            except (Interrupted, BadAnswer, TimeoutError) as why:
+                if last or not isinstance(why, Interrupted):
                     raise ExecutorUnreachable(f"the pod did not answer {path}: {_words(why)}") from why
+                continue
+            if status not in (200, 204):
+                raise refusal(status, data)
+            return data
         raise AssertionError("the second try returned or raised")
 
 
@@ -405,7 +425,7 @@ class _Frames:
                     if isinstance(event, Exit):
                         await self._finish()
                         return
-        except (_Interrupted, BadAnswer, MalformedFrame, TimeoutError) as why:
+        except (Interrupted, BadAnswer, MalformedFrame, TimeoutError) as why:
             raise _unknown(self._request, f"the stream broke off: {_words(why)}") from why
         raise _unknown(self._request, "the stream ended before the command did")
 
@@ -450,7 +470,7 @@ class _Upload:
 
 @contextmanager
 def _as_ours() -> Iterator[None]:
-    """Turns what aiohttp raises into ExecutorNotReached, _Interrupted or BadAnswer; timeouts stay TimeoutError."""
+    """Turns what aiohttp raises into ExecutorNotReached, Interrupted or BadAnswer; timeouts stay TimeoutError."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
@@ -458,13 +478,13 @@ def _as_ours() -> Iterator[None]:
     except aiohttp.ServerTimeoutError as why:
         raise TimeoutError("nothing came in time") from why
     except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as why:
-        raise _Interrupted(_words(why)) if _cut(why) else BadAnswer(_words(why)) from why
+        raise Interrupted(_words(why)) if _cut(why) else BadAnswer(_words(why)) from why
     except (aiohttp.ClientError, OSError) as why:
         if isinstance(why, TimeoutError):
             raise
-        raise _Interrupted(_words(why)) from why
+        raise Interrupted(_words(why)) from why
     except RuntimeError as why:
-        raise _Interrupted(_words(why)) from why  # aiohttp's "Connection closed." and "Session is closed"
+        raise Interrupted(_words(why)) from why  # aiohttp's "Connection closed." and "Session is closed"
     except ValueError as why:
         raise BadAnswer(_words(why)) from why
 
@@ -506,7 +526,7 @@ async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         try:
             with _as_ours():
                 chunk = await content.readany()
-        except (_Interrupted, BadAnswer, TimeoutError) as why:
+        except (Interrupted, BadAnswer, TimeoutError) as why:
             raise ExecutorUnreachable(f"the pod broke off: {_words(why)}") from why
         if not chunk:
             return
