@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import PayloadEncodingError
 from multidict import CIMultiDictProxy
 
-from executor.wire import PROCESS_ID, bad_field
+from executor.wire import PROCESS_ID
 from manager.api.wire import IDEMPOTENCY_HEADER, IF_POD_HEADER, TaskCommand
 from manager.errors import InvalidRequest, InvalidTaskId, NotFound, TooLarge
 from manager.model import check_task_id
@@ -183,17 +183,14 @@ def _invalid(why: str) -> InvalidRequest:
 
 
 async def read_command(request: web.BaseRequest, limit: int, timeout_sec: float) -> TaskCommand:
-    """An exec body that can be run, as far as that can be said outside the pod. Raises InvalidRequest, TooLarge."""
+    """An exec body. Raises InvalidRequest, TooLarge. What the executor has to say about it the services check."""
     command = await read_json(request, TaskCommand, limit, timeout_sec)
     check_command(command)
     return command
 
 
 def check_command(command: TaskCommand) -> None:
-    """Raises InvalidRequest naming the bad field."""
-    if (bad := bad_field(command)) is not None:
-        field, what = bad
-        raise InvalidRequest(f"{field} {what}", field=field)
+    """What only the manager knows of. Raises InvalidRequest naming the bad field."""
     if command.stdin_base64 is not None:
         try:
             base64.b64decode(command.stdin_base64, validate=True)

@@ -7,6 +7,7 @@ at, so that nobody without a key learns what exists.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import math
@@ -75,7 +76,7 @@ class Route:
     query: Mapping[str, str] = field(default_factory=dict)  # parameter -> what it does
     errors: tuple[str, ...] = ()  # codes beside those that every route can give
 
-    @property
+    @functools.cached_property
     def template(self) -> str:
         """The path as OpenAPI writes it, without the patterns."""
         return _PATTERN.sub(r"{\1}", self.path)

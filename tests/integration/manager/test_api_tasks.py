@@ -69,6 +69,35 @@ async def test_what_does_not_go_with_the_tasks_sandbox_is_refused_by_name(
     assert (reply.status, reply.code) == (status, code)
 
 
+@pytest.mark.parametrize("path", ["exec", "processes"])
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"command": ""}, "command"),
+        ({"command": []}, "command"),
+        ({"command": "a\0b"}, "command"),
+        ({"cwd": "\0"}, "cwd"),
+        ({"env": {"A": "\0"}}, "env"),
+        ({"env": {"A=B": ""}}, "env"),
+        ({"timeout_sec": -1}, "timeout_sec"),
+        ({"timeout_sec": 1e12}, "timeout_sec"),
+        ({"no_output_timeout_sec": 0}, "no_output_timeout_sec"),
+        ({"id": "../x"}, "id"),
+        ({"stdin": "x", "stdin_base64": "eA=="}, "stdin_base64"),
+        ({"stdin_base64": "not base64"}, "stdin_base64"),
+        ({"profile": ""}, "profile"),
+        ({"comand": 1}, "comand"),
+    ],
+)
+async def test_a_command_that_cannot_be_run_names_the_field_and_provides_nothing(
+    surface: Api, path: str, fields: dict[str, object], field: str
+) -> None:
+    reply = await surface.call("POST", f"/sandbox/task/t/{path}", body={"command": "true", **fields})
+    assert (reply.status, reply.code) == (400, "invalid_request")
+    assert reply.json["error"]["details"] == {"field": field}
+    assert surface.world.provider.pods == []
+
+
 async def test_a_region_that_no_target_serves_provides_nothing(surface: Api) -> None:
     reply = await surface.exec("t", region="moon")
     assert (reply.status, reply.code) == (409, "no_target_in_region")

@@ -98,17 +98,6 @@ def test_what_is_no_object_of_json_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("command", "field"),
     [
-        (TaskCommand(command=""), "command"),
-        (TaskCommand(command=[]), "command"),
-        (TaskCommand(command="a\0b"), "command"),
-        (TaskCommand(command="a", cwd="\0"), "cwd"),
-        (TaskCommand(command="a", env={"A": "\0"}), "env"),
-        (TaskCommand(command="a", env={"A=B": ""}), "env"),
-        (TaskCommand(command="a", timeout_sec=-1), "timeout_sec"),
-        (TaskCommand(command="a", timeout_sec=1e12), "timeout_sec"),
-        (TaskCommand(command="a", no_output_timeout_sec=0), "no_output_timeout_sec"),
-        (TaskCommand(command="a", id="../x"), "id"),
-        (TaskCommand(command="a", stdin="x", stdin_base64="eA=="), "stdin_base64"),
         (TaskCommand(command="a", stdin_base64="é"), "stdin_base64"),
         (TaskCommand(command="a", stdin_base64="abc"), "stdin_base64"),
         (TaskCommand(command="a", profile=""), "profile"),
