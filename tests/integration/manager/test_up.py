@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from manager.providers.local.capability import probe
-from tests.support.stack import Stack, started, up
+from tests.support.server_process import Stack, started, up
 from tests.support.world import until
 
 
