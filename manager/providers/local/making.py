@@ -69,6 +69,8 @@ def plan_for(profile: Profile, found: Capabilities, *, insecure: bool, allow_mis
         raise IsolationUnavailable(f"profile {profile.name!r} wants network {profile.network!r}; local pods have none")
     if profile.isolation not in ("namespaces", "none"):
         raise IsolationUnavailable(f"profile {profile.name!r} wants isolation {profile.isolation!r}, unknown here")
+    if profile.disk_bytes is not None:
+        raise IsolationUnavailable(f"profile {profile.name!r} bounds `disk`, which a local target cannot: leave it out")
     bad = [user for user in profile.users if not _USER.match(user) or user in ("root", "nobody")]
     if bad:
         raise IsolationUnavailable(f"profile {profile.name!r}: commands cannot run as {', '.join(map(repr, bad))}")

@@ -261,3 +261,8 @@ async def test_a_watcher_that_is_slow_sees_each_changed_name_once() -> None:
     assert await watcher.take(5.0) == ["a", "b"]
     assert await watcher.take(0.01) == []
     assert (watchers.reason("a"), watchers.reason("b")) == ("oom", "lost")
+
+
+def test_a_bound_on_disk_that_cannot_be_held_is_refused() -> None:
+    with pytest.raises(IsolationUnavailable, match="`disk`"):
+        plan_for(Profile(name="p", disk_bytes=1 << 30), GOOD, insecure=True, allow_missing_limits=True)
