@@ -86,7 +86,8 @@ async def open_services(
     stack.callback(services.lease.close)
     services.files = FileService(config, users.default, resolve_user=users.get)
     stack.callback(services.files.close)
-    services.usage = UsageService(config, lambda: _gauges(services))
+    services.usage = UsageService(config, lambda: _gauges(services), processes.leaders)
+    stack.callback(services.usage.close)
     stack.push_async_callback(processes.drain, config.drain_sec)
     return services
 
@@ -207,6 +208,8 @@ def _error_reply(request: web.Request, error: ExecutorError) -> web.StreamRespon
     reply = json_reply(body, status=error.status)
     if error.retryable:
         reply.headers["Retry-After"] = "1"
+    if error.status == 416 and "size" in error.details:
+        reply.headers["Content-Range"] = f"bytes */{error.details['size']}"
     if not request.content.is_eof():  # a body that nobody will read must not be taken for the next request
         reply.force_close()
     return reply

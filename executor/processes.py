@@ -123,6 +123,10 @@ class Processes:
     def all(self) -> list[Command]:
         return [command for command in self._commands.values() if command.error is None]
 
+    def leaders(self) -> dict[int, str]:
+        """The pid of every running command -> its id."""
+        return {command.pid: command.id for command in self._commands.values() if command.state == "running"}
+
     async def delete(self, id: str) -> None:
         """Ends the command's whole tree, then forgets it. Raises NotFound."""
         command = self.get(id)

@@ -1,112 +1,147 @@
-"""`python -m manager ...` as a process of its own, on loopback and with a data directory of the test's."""
+"""The whole product on this machine, started as its user starts it: `python -m manager up` in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import tempfile
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import quote
 
 import aiohttp
 
-ROOT = Path(__file__).parent.parent.parent
-START_SEC = 60.0
+REPOSITORY: Final = Path(__file__).parents[2]
+READY_SEC: Final = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Stack:
-    """One running server. `lines` is what it has said so far."""
+    """Survives the manager's crash: `start` again finds the same data directory, port and key."""
 
-    def __init__(self, process: asyncio.subprocess.Process, data_dir: Path) -> None:
-        self.process = process
-        self.data_dir = data_dir
-        self.lines: list[str] = []
-        self.address = ""
+    def __init__(self, *, config: str = "", **settings: str) -> None:
+        self.base = Path(tempfile.mkdtemp(prefix="sojourn-", dir="/var/tmp"))
+        self.data = self.base / "data"
+        self.log = self.base / "log"
+        self.port = free_port()
+        self._config = self.base / "config.toml"
+        self._config.write_text(config)
+        self._settings = settings
+        self._http: aiohttp.ClientSession | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
-    async def said(self, words: str) -> str:
-        """The first line with the words, waited for. Raises AssertionError where the process ends without."""
-        for line in self.lines:
-            if words in line:
-                return line
-        assert self.process.stdout is not None
-        async with asyncio.timeout(START_SEC):
-            while raw := await self.process.stdout.readline():
-                self.lines.append(raw.decode().rstrip("\n"))
-                if words in self.lines[-1]:
-                    return self.lines[-1]
-        raise AssertionError(f"ended without saying {words!r}:\n" + "\n".join(self.lines))
+    def start(self) -> Self:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SOJOURN_", "SANDBOX_"))}
+        env |= {
+            "PYTHONPATH": str(REPOSITORY),
+            "SOJOURN_DATA_DIR": str(self.data),
+            "SOJOURN_PORT": str(self.port),
+            "SOJOURN_METRICS_PORT": "off",
+            "SOJOURN_CONFIG": str(self._config),
+            **self._settings,
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "manager", "up"],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + READY_SEC
+        while not self._ready():
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.05)
+        return self
 
-    async def ended(self, number: signal.Signals | None = None, *, group: bool = False) -> int:
-        """The exit code, after a signal to the process, or to its whole group as a terminal's Ctrl-C goes."""
-        if number is not None and self.process.returncode is None:
-            if group:
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.send_signal(number)
-        assert self.process.stdout is not None
-        async with asyncio.timeout(START_SEC):
-            while raw := await self.process.stdout.readline():
-                self.lines.append(raw.decode().rstrip("\n"))
-            return await self.process.wait()
+    def _ready(self) -> bool:
+        """`up` leaves its address when all that it promised at the start is there."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5) as answer:
+                return bool(answer.status == 200) and (self.data / "address").exists()
+        except (urllib.error.URLError, OSError):
+            return False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def key(self) -> str:
-        return (self.data_dir / "api-key").read_text().strip()
+        return (self.data / "api-key").read_text().strip()
 
-    async def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
-        """The JSON of the answer."""
-        sent = {"X-Api-Key": self.key} if headers is None else dict(headers)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(method, self.address + path, json=body, headers=sent) as response,
-        ):
-            return await response.json()
+    def end(self, number: int) -> int:
+        """Sends the manager a signal; its exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(60)
 
-    async def exec(self, task: str, command: str | list[str], **fields: Any) -> Any:
-        return await self.call("POST", f"/sandbox/task/{task}/exec", {"command": command, **fields})
+    def remove(self) -> None:
+        """Ends everything, as Ctrl-C does; after a crash a new manager has to do it."""
+        assert self.process is not None
+        if self.process.poll() is not None and (self.data / "pods").exists():
+            self.start()
+        self.end(signal.SIGINT)
+        shutil.rmtree(self.base, ignore_errors=True)
 
+    def pods(self) -> set[str]:
+        """Names of the pods that have a state directory."""
+        directory = self.data / "pods"
+        return {entry.name for entry in directory.iterdir() if entry.is_dir()} if directory.exists() else set()
 
-@asynccontextmanager
-async def started(data_dir: Path, *arguments: str, **env: str) -> AsyncIterator[Stack]:
-    """The process, in a session of its own; ended, with its pods, on the way out."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SOJOURN_", "SANDBOX_"))}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "manager",
-        *arguments,
-        cwd=ROOT,
-        env=kept | {"SOJOURN_DATA_DIR": str(data_dir), "SOJOURN_PORT": "0"} | env,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=_default_signals,
-    )
-    stack = Stack(process, data_dir)
-    try:
-        yield stack
-    finally:
-        if process.returncode is None:
-            try:
-                await stack.ended(signal.SIGINT)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"X-Api-Key": self.key},
+            timeout=aiohttp.ClientTimeout(total=120),
+        )
+        return self
 
-def _default_signals() -> None:
-    """A test run in the background ignores SIGINT, and would hand that down."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        assert self._http is not None
+        await self._http.close()
+        await asyncio.sleep(0)
 
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        assert self._http is not None
+        return self._http
 
-@asynccontextmanager
-async def up(data_dir: Path, *arguments: str, **env: str) -> AsyncIterator[Stack]:
-    """`up`, once it serves."""
-    async with started(data_dir, "up", *arguments, **env) as stack:
-        line = await stack.said("  address ")
-        stack.address = line.split()[1]
-        await stack.said("curl -s")
-        yield stack
+    async def call(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        """(status, decoded JSON, or the bytes of anything else)."""
+        async with self.http.request(method, self.url + path, **options) as answer:
+            body = await answer.read()
+            return answer.status, json.loads(body) if answer.content_type == "application/json" and body else body
+
+    def task(self, task: str) -> str:
+        return f"/sandbox/task/{quote(task, safe='')}"
+
+    async def exec(self, task: str, command: str | list[str], *, key: str | None = None, **fields: Any) -> Any:
+        headers = {"Idempotency-Key": key} if key is not None else {}
+        body = {"command": command, **fields}
+        status, answer = await self.call("POST", f"{self.task(task)}/exec", json=body, headers=headers)
+        assert status == 200, answer
+        return answer
