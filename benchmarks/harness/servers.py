@@ -175,26 +175,50 @@ def executor_server(shop: Workshop, argv: list[str], *, ready: bool = True) -> I
         yield target
 
 
+# The same machine for the pod as for the executor that is called directly, and room for 1,000 shells and their sleeps.
+PROFILE: Final = """\
+[[profiles]]
+name = "sandboxes-default"
+cpu = {cores}
+memory = "4Gi"
+pids = 8192
+pool = {{ min = 1, max = 4 }}
+"""
+
+
 @contextmanager
 def manager_server(shop: Workshop, python: str = sys.executable) -> Iterator[Target]:
     """The whole stack of `up` on a free port in a data directory of its own. Raises CannotMeasure."""
     directory = shop.fresh("up", 0o711)
     data, log = directory / "data", directory / "log"
-    port = str(free_port())
+    port, config = str(free_port()), directory / "config.toml"
+    config.write_text(PROFILE.format(cores=len(os.sched_getaffinity(0))))
     env = dict(os.environ) | {
-        "SOJOURN_DATA_DIR": str(data), "SOJOURN_PORT": port, "SOJOURN_METRICS_PORT": "0",
+        "SOJOURN_CONFIG": str(config), "SOJOURN_DATA_DIR": str(data), "SOJOURN_PORT": port, "SOJOURN_METRICS_PORT": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip
     with _running([python, "-m", "manager", "up"], env, log, end=signal.SIGINT) as process:
         bare = Target(name="manager", address=("--tcp", port), exec_path="", pid=process.pid, log=log)
         wait_until_ready(bare, process, STACK_READY_SEC)
-        key = (data / "api-key").read_text().strip()
+        key = _key_of(data / "api-key")
         target = Target(
             name="manager", address=bare.address, exec_path="/sandbox/task/bench/exec",
             headers=(f"X-Api-Key: {key}",), pid=process.pid, log=log,
         )  # fmt: skip
         _provision(target)
         yield target
+
+
+def _key_of(file: Path) -> str:
+    """The development key, which a starting stack writes after it began to answer. Raises CannotMeasure."""
+    give_up = time.monotonic() + READY_SEC
+    while True:
+        key = file.read_text().strip() if file.exists() else ""
+        if key:
+            return key
+        if time.monotonic() > give_up:
+            raise CannotMeasure(f"the manager left no API key in {file.name} of its data directory")
+        time.sleep(0.01)
 
 
 def _provision(target: Target) -> None:
