@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from sojourn.errors import Conflict, DeadlineExceeded, NotFound
+from sojourn.errors import Conflict, DeadlineExceeded
 from sojourn.output import process_info, read_both, read_output
 from sojourn.paths import piece
 from sojourn.transport import Transport
@@ -78,7 +78,7 @@ class AsyncProcess:
             async for data in source:
                 await self.write_stdin(data)
             await self.close_stdin()
-        except (Conflict, NotFound):
+        except Conflict:
             pass  # it has closed its input or has ended: like a local pipe without a reader
 
     async def signal(self, signal: str | int = "INT", *, to: str = "tree") -> None:

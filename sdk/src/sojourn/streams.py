@@ -37,11 +37,10 @@ class AsyncCommandStream:
         transport: Transport,
         task: str,
         body: dict[str, Any],
-        process_id: str,
         *,
         stdin: AsyncIterable[bytes] | None = None,
     ) -> None:
-        self.process = AsyncProcess(transport, task, process_id)
+        self.process = AsyncProcess(transport, task, body["id"])
         self.exit: Exit | None = None
         self.where = Where()
         self._transport = transport

@@ -69,7 +69,7 @@ class AsyncTask:
             grace_sec=grace_sec,
             user=user,
             merge_output=merge_output or None,
-            id=id,
+            id=id or new_process_id(),
             on_disconnect=on_disconnect,
         )
         source: AsyncIterable[bytes] | None = None
@@ -80,7 +80,7 @@ class AsyncTask:
             else:
                 body["stdin_open"] = True
                 source = _once(raw) if isinstance(raw, bytes) else raw
-        return AsyncCommandStream(self._transport, self._path, body, id or new_process_id(), stdin=source)
+        return AsyncCommandStream(self._transport, self._path, body, stdin=source)
 
     async def exec(
         self,
@@ -141,7 +141,7 @@ class AsyncTask:
             grace_sec=grace_sec,
             user=user,
             merge_output=merge_output or None,
-            id=id,
+            id=id or new_process_id(),
         )
         if stdin is not None:
             raw = stdin.encode() if isinstance(stdin, str) else stdin
@@ -151,7 +151,7 @@ class AsyncTask:
             f"{self._path}/processes",
             retry="safe",
             json=body,
-            headers={"Idempotency-Key": id or new_process_id()},
+            headers={"Idempotency-Key": body["id"]},
             deadline_sec=START_SEC,
         )
         return self.process(decode(answer.body, StartedProcess).id)

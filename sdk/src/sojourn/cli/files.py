@@ -19,7 +19,7 @@ _KINDS: Final = {"directory": "d", "symlink": "l", "fifo": "p", "socket": "s", "
 Examples:
   sojourn ls                  the project's sandboxes
   sojourn ls demo             the workspace of the task "demo"
-  sojourn ls demo /usr/bin    another directory of its sandbox
+  sojourn ls demo src         a directory of it
   sojourn ls demo --json      for programs""",
 )
 @click.argument("task", required=False)

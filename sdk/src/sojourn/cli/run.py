@@ -107,6 +107,7 @@ class Runner:
         self._running = False  # the command has started, so that signals can reach it
         self._waiting: list[str] = []  # signals that came before that
         self._interrupts = 0
+        self._told: int | None = None  # the signal that asked us to end
         self._sending: set[asyncio.Task[None]] = set()
 
     async def run(self, task_id: str, profile: str | None) -> int:
@@ -116,11 +117,13 @@ class Runner:
             assert main is not None
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, self._interrupted, main)
-            for forwarded in ("TERM", "HUP"):
-                loop.add_signal_handler(getattr(signal, f"SIG{forwarded}"), self._pass_on, forwarded)
+            for forwarded in (signal.SIGTERM, signal.SIGHUP):
+                loop.add_signal_handler(forwarded, self._told_to_end, forwarded, main)
             try:
                 ended, where = await self._whole(client.task(task_id, profile=profile))
             except asyncio.CancelledError:
+                if self._told is not None:
+                    return 128 + self._told
                 if self._interrupts < 2:
                     raise
                 raise KeyboardInterrupt from None
@@ -174,6 +177,17 @@ class Runner:
         else:
             main.cancel()
 
+    def _told_to_end(self, number: signal.Signals, main: asyncio.Task[int]) -> None:
+        """Passes the signal on. A command that does not end by it is killed, and we end either way."""
+        if self._told is not None:
+            main.cancel()
+            return
+        self._told = int(number)
+        self._pass_on(number.name.removeprefix("SIG"))
+        loop = asyncio.get_running_loop()
+        loop.call_later(KILL_WAIT_SEC, self._pass_on, "KILL")
+        loop.call_later(KILL_WAIT_SEC + 1, main.cancel)
+
     def _has_started(self) -> None:
         self._running = True
         for name in self._waiting:
@@ -209,7 +223,7 @@ def _explain(ended: Exit, where: Where) -> None:
     if where.previous is not None and where.workspace == "fresh":
         why = where.previous.reason
         click.echo(f"sojourn: the task's last sandbox ended ({why}); this one began with an empty workspace", err=True)
-    if ended.reason not in ("exited", "signaled"):
+    if ended.reason not in ("exited", "signaled", "cancelled", "spawn_failed"):  # those were asked for, or say it
         click.echo(f"sojourn: {ended.message or ended.reason}", err=True)
 
 
