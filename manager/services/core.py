@@ -11,6 +11,7 @@ from manager.executor_client import ExecutorClient
 from manager.model import LeaseTerms, Owner, Profile
 from manager.providers.base import Provider
 from manager.services.claims import Claims
+from manager.services.idempotency import Marks
 from manager.services.leases import Leases
 from manager.services.pods import EndedPods, PodWatch
 from manager.services.pool import WarmPool
@@ -61,7 +62,8 @@ class Services:
             self.ended,
             start_limit_sec=start_limit_sec,
         )
-        self.tasks = TaskSessions(store, self.sandboxes, self.leases, self.client)
+        self.marks = Marks(store)
+        self.tasks = TaskSessions(store, self.sandboxes, self.leases, self.client, self.marks)
         self.reaper = Reaper(store, self.sandboxes, self.leases, self.client, self.watches, holder, look_sec=reap_sec)
         self.recovery = Recovery(store, self.sandboxes, self.watches, holder)
 
@@ -77,6 +79,7 @@ class Services:
             for target, watch in self.watches.items():
                 loops.create_task(watch.watch_forever(), name=f"pod-watch-{target}")
             loops.create_task(self.leases.flush_forever(), name="lease-flush")
+            loops.create_task(self.marks.flush_forever(), name="idempotency-marks")
             loops.create_task(self.reaper.reap_forever(), name="lease-reaper")
             loops.create_task(self.recovery.recover_forever(), name="recovery")
             loops.create_task(self.pool.refill_forever(), name="pool-refill")
@@ -86,6 +89,7 @@ class Services:
         """Takes back claims under way, writes the last lease counts and closes the connections. Pods live on."""
         await self.sandboxes.close()
         await self.claims.close()
+        await self.marks.close()
         await self.leases.close()
         for name in ("pool", "reaper", "recovery"):
             try:

@@ -27,7 +27,7 @@ from manager.errors import (
 from manager.executor_answers import ExecutorNotReached
 from manager.executor_client import STREAM_IDLE_SEC, ExecutorClient, ForwardedResponse
 from manager.model import Binding, BindingState, Owner, PodEnded, Principal
-from manager.services.idempotency import Once
+from manager.services.idempotency import Marks, Once
 from manager.services.leases import Leases
 from manager.services.sandboxes import Bound, Provisioned, Sandboxes, Workspace, gone, when
 from manager.store.base import Store
@@ -94,8 +94,11 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskSessions:
-    def __init__(self, store: Store, sandboxes: Sandboxes, leases: Leases, client: ExecutorClient) -> None:
+    def __init__(
+        self, store: Store, sandboxes: Sandboxes, leases: Leases, client: ExecutorClient, marks: Marks
+    ) -> None:
         self._store = store
+        self._marks = marks
         self._sandboxes = sandboxes
         self._leases = leases
         self._client = client
@@ -132,7 +135,6 @@ class TaskSessions:
                     self._check_current(bound, once.request.id)  # where its end is known, that is the better answer
                     raise
                 self._check_current(bound, once.request.id)
-                await once.settle(bound)
             return TaskExecAnswer(result, _facts(bound))
         raise AssertionError("the second try returned or raised")
 
@@ -165,7 +167,6 @@ class TaskSessions:
                     except (OutcomeUnknown, ExecutorUnreachable):
                         self._sandboxes.invalidate(bound.binding)
                         raise
-                    await once.settle(bound)
                     yield TaskStream(_facts(bound), once.request.id or "", self._current_events(bound, once, events))
                     return
 
@@ -234,8 +235,6 @@ class TaskSessions:
                             await once.not_sent()
                         continue
                     self._check_current(bound, once.request.id if once is not None else None)
-                    if once is not None:
-                        await once.settle(bound)
                     yield TaskForward(_facts(bound), response)
                     return
 
@@ -263,7 +262,7 @@ class TaskSessions:
     def _once(self, owner: Owner, task_id: str, key: str | None, kind: str, request: ExecRequest) -> Once:
         if (bad := bad_field(request)) is not None:
             raise InvalidRequest(f"{bad[0]} {bad[1]}", field=bad[0])
-        return Once(self._store, owner, task_id, key, kind, request)
+        return Once(self._marks, owner, task_id, key, kind, request)
 
     async def _bound(
         self, owner: Owner, task_id: str, profile: str | None, region: str | None, pod_expected: str | None

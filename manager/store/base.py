@@ -47,6 +47,16 @@ class IdempotencyMark(msgspec.Struct, frozen=True):
     fresh: bool  # this call made it
 
 
+class MarkWanted(msgspec.Struct, frozen=True):
+    """A use of an idempotency key: who, where (`scope`), and what for."""
+
+    owner: Owner
+    scope: str
+    key: str
+    fingerprint: str
+    pod: str
+
+
 class Store(Protocol):
     # bindings
     async def begin_binding(self, wanted: Binding, claim_sec: float, slots: int | None) -> Binding:
@@ -125,6 +135,10 @@ class Store(Protocol):
         """The mark of (owner, scope, key), made now where there was none.
 
         Repeated after StoreUnavailable it may say `fresh=False` of the caller's own mark."""
+        ...
+
+    async def mark_many(self, wanted: Sequence[MarkWanted], keep_sec: float) -> list[IdempotencyMark]:
+        """The same for each of them, in their order, in one step and round trip."""
         ...
 
     # keys

@@ -13,7 +13,7 @@ import msgspec
 from manager.errors import QuotaExceeded, StoreUnavailable
 from manager.model import Binding, BindingState, LeaseTerms, Owner, PodEnded
 from manager.store import keys
-from manager.store.base import IdempotencyMark, KeyRecord, Lease
+from manager.store.base import IdempotencyMark, KeyRecord, Lease, MarkWanted
 from manager.store.scripting import Call, Script, ScriptClient
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ _EXPIRED = Script("expired_leases")
 _SHIFT_CLOCK = Script("shift_clock")
 _DROP_HOLDER = Script("drop_holder")
 _MARK = Script("mark")
+_MARK_MANY = Script("mark_many")
 _PUT_KEY = Script("put_key")
 _DELETE_KEY = Script("delete_key")
 _LEAD = Script("lead")
@@ -185,6 +186,19 @@ class RedisStore:
         fresh, kept = await self._client.run(_MARK, [keys.mark_key(owner, scope, key)], [wanted, _ms(keep_sec)])
         was_fingerprint, was_pod = _decoded(kept, tuple[str, str])
         return IdempotencyMark(was_fingerprint, was_pod, fresh == 1)
+
+    async def mark_many(self, wanted: Sequence[MarkWanted], keep_sec: float) -> list[IdempotencyMark]:
+        marks: list[IdempotencyMark] = []
+        for batch in _batches(wanted):
+            answers = await self._client.run(
+                _MARK_MANY,
+                [keys.mark_key(one.owner, one.scope, one.key) for one in batch],
+                [_ms(keep_sec), *(msgspec.json.encode((one.fingerprint, one.pod)).decode() for one in batch)],
+            )
+            for fresh, kept in zip(answers[::2], answers[1::2], strict=True):
+                was_fingerprint, was_pod = _decoded(kept, tuple[str, str])
+                marks.append(IdempotencyMark(was_fingerprint, was_pod, fresh == 1))
+        return marks
 
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 

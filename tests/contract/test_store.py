@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from manager.errors import QuotaExceeded, StoreUnavailable
 from manager.model import Binding, BindingState, LeaseTerms, Owner, PodEnded, Role, new_id
 from manager.store import keys
-from manager.store.base import KeyRecord, Lease, Store
+from manager.store.base import KeyRecord, Lease, MarkWanted, Store
 from manager.store.redis import RedisStore
 
 ACME = Owner("acme", "web")
@@ -539,6 +539,18 @@ async def test_a_mark_says_what_it_was_first_used_for(store: Store, raw: Redis) 
     assert 3000 < await raw.ttl(keys.mark_key(ACME, "task", "key")) <= 3600
     for owner, scope, key in [(SHOP, "task", "key"), (ACME, "other", "key"), (ACME, "task", "other")]:
         assert (await store.mark(owner, scope, key, "second", "pod2", 60)).fresh
+
+
+async def test_many_marks_are_made_or_found_in_one_step(store: Store) -> None:
+    first = await store.mark(ACME, "task", "known", "f", "pod1", 60)
+    assert first.fresh
+    wanted_marks = [MarkWanted(ACME, "task", key, "g", "pod2") for key in ("known", "new", "new", "newer")]
+    marks = await store.mark_many(wanted_marks, 60)
+    assert [(mark.fingerprint, mark.pod, mark.fresh) for mark in marks] == [
+        ("f", "pod1", False), ("g", "pod2", True), ("g", "pod2", False), ("g", "pod2", True),
+    ]  # fmt: skip
+    assert not (await store.mark(ACME, "task", "newer", "h", "pod3", 60)).fresh
+    assert await store.mark_many([], 60) == []
 
 
 # ── API keys ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ import msgspec
 
 from manager.errors import QuotaExceeded, StoreUnavailable
 from manager.model import Binding, BindingState, LeaseTerms, Owner, PodEnded
-from manager.store.base import IdempotencyMark, KeyRecord, Lease
+from manager.store.base import IdempotencyMark, KeyRecord, Lease, MarkWanted
 
 HOLDER_SEC = 60.0
 _LIVE = (BindingState.CLAIMING, BindingState.BOUND)
@@ -268,11 +268,19 @@ class MemoryStore:
         self, owner: Owner, scope: str, key: str, fingerprint: str, pod: str, keep_sec: float
     ) -> IdempotencyMark:
         await self._enter("mark")
-        old = self._marks.get((owner, scope, key))
+        return self._mark(MarkWanted(owner, scope, key, fingerprint, pod))
+
+    def _mark(self, wanted: MarkWanted) -> IdempotencyMark:
+        place = (wanted.owner, wanted.scope, wanted.key)
+        old = self._marks.get(place)
         if old is not None:
             return msgspec.structs.replace(old, fresh=False)
-        self._marks[owner, scope, key] = made = IdempotencyMark(fingerprint, pod, True)
+        self._marks[place] = made = IdempotencyMark(wanted.fingerprint, wanted.pod, True)
         return made
+
+    async def mark_many(self, wanted: Sequence[MarkWanted], keep_sec: float) -> list[IdempotencyMark]:
+        await self._enter("mark_many")
+        return [self._mark(one) for one in wanted]
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._enter("put_key")

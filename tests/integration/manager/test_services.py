@@ -162,6 +162,7 @@ async def test_an_outage_of_the_store_stops_no_command_and_ends_in_typed_errors(
         assert (await one.tasks.exec(ME, "t", ExecRequest(command=["echo", "on"]))).result.stdout == "on"
         executor.release()
         assert (await command).result.exit_code == 0
+
         async def works() -> bool:
             try:
                 await one.tasks.exec(ME, "new", ExecRequest(command=["true"]))

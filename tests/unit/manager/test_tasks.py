@@ -207,6 +207,7 @@ async def test_in_a_later_pod_the_mark_is_made_before_the_command_runs(here: Wor
 
 async def test_a_key_older_than_the_outcome_is_kept_is_not_run_again(here: World) -> None:
     await here.run("t", "echo", "one", key="k1")
+    await here.services.marks.flush()
     record = here.store._records[ACME, "t"]
     record.binding = msgspec.structs.replace(record.binding, created_at=record.binding.created_at - 4000)
     mark_key, mark = next(iter(here.store._marks.items()))
@@ -220,14 +221,55 @@ async def test_a_key_older_than_the_outcome_is_kept_is_not_run_again(here: World
     assert len(executor.runs) == 1
 
 
-async def test_a_mark_that_cannot_be_made_is_no_answer_and_the_same_call_later_joins(here: World) -> None:
+async def test_the_first_pods_commands_are_marked_behind_their_backs_many_at_once(here: World) -> None:
+    await asyncio.gather(*(here.run("t", "echo", str(n), key=f"k{n}") for n in range(50)))
+    assert "mark" not in here.store.calls
+    await here.services.marks.flush()
+    assert here.store.calls.count("mark_many") == 1
+    assert len(here.store._marks) == 50
+
+
+async def test_while_the_store_is_away_a_keyed_command_of_a_bound_task_runs_and_is_marked_later(here: World) -> None:
     await here.run("t")
     here.store.down = True
-    with pytest.raises(StoreUnavailable):
-        await here.run("t", "echo", "x", key="k1")
-    here.store.down = False
     assert (await here.run("t", "echo", "x", key="k1")).result.stdout == "x"
+    assert (await here.run("t", "echo", "x", key="k1")).result.stdout == "x"
+    with pytest.raises(StoreUnavailable):
+        await here.services.marks.flush()
+    here.store.down = False
+    await here.services.marks.flush()
+    assert len(here.store._marks) == 1
     assert len((await here.executor("t")).runs) == 2  # the one without a key, and this one once
+
+
+async def test_a_key_whose_mark_still_waits_is_known_to_be_used_when_its_pod_has_ended(here: World) -> None:
+    await here.run("t", "echo", "x", key="k1")
+    assert here.store._marks == {}
+    await here.services.sandboxes.retire(ACME, "t")
+    with pytest.raises(OutcomeUnknown):
+        await here.run("t", "echo", "x", key="k1")
+    assert sum(len(executor.runs) for executor in here.provider.executors.values()) == 1
+
+
+async def test_when_too_many_marks_wait_keyed_commands_wait_for_the_store_too(here: World) -> None:
+    here.services.marks._most = 1
+    await here.run("t", key="k1")
+    here.store.down = True
+    with pytest.raises(StoreUnavailable):
+        await here.run("t", key="k2")
+    here.store.down = False
+    assert len((await here.executor("t")).runs) == 1
+
+
+async def test_marks_are_made_before_a_manager_ends_and_after_an_outage_by_themselves() -> None:
+    async with world(loops=True) as here:
+        await here.run("t")
+        here.store.down = True
+        await here.run("t", key="k1")
+        here.store.down = False
+        await until(lambda: len(here.store._marks) == 1)
+        await here.run("t", key="k2")
+    assert len(here.store._marks) == 2
 
 
 async def test_keys_of_two_owners_and_of_two_tasks_are_independent(here: World) -> None:
