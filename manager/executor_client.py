@@ -328,11 +328,13 @@ class ExecutorClient:
                 if upload is not None and upload.failure is not None:
                     raise upload.failure from None  # it was the caller's body that broke, not the pod
                 raise ExecutorUnreachable(f"the pod broke off: {_words(why)}") from why
+            chunks = _chunks(response)
             try:
                 if response.status not in _FORWARDED and response.status not in _ERROR_STATUSES:
                     raise ExecutorUnreachable(f"the pod answered {response.status}")
-                yield ForwardedResponse(response.status, _answer_headers(response), _chunks(response))
+                yield ForwardedResponse(response.status, _answer_headers(response), chunks)
             finally:
+                await chunks.aclose()
                 _let_go(response, whole=response.content.at_eof())
 
     # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -520,7 +522,7 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
     content = response.content
     while True:
         try:

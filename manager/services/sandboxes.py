@@ -416,6 +416,8 @@ class Sandboxes:
                 profile=binding.profile,
             )
         if region is not None and self._regions.get(binding.target) != region:
+            if region not in self._regions.values():
+                raise NoTargetInRegion(f"no target is in region {region[:128]!r}")
             raise TaskBoundElsewhere(f"the task's sandbox is on target {binding.target!r}, which is not in that region")
 
     def _on_event(self, event: PodEvent) -> None:

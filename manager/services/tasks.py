@@ -8,7 +8,7 @@ nothing is run twice.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Final, Literal
 
@@ -167,7 +167,11 @@ class TaskSessions:
                     except (OutcomeUnknown, ExecutorUnreachable):
                         self._sandboxes.invalidate(bound.binding)
                         raise
-                    yield TaskStream(_facts(bound), once.request.id or "", self._current_events(bound, once, events))
+                    current = self._current_events(bound, once, events)
+                    try:
+                        yield TaskStream(_facts(bound), once.request.id or "", current)
+                    finally:
+                        await current.aclose()
                     return
 
     # ── processes, files, usage ─────────────────────────────────────────────────────────────────────────────────
@@ -318,7 +322,7 @@ class TaskSessions:
 
     async def _current_events(
         self, bound: Bound, once: Once, events: AsyncIterator[FrameEvent]
-    ) -> AsyncIterator[FrameEvent]:
+    ) -> AsyncGenerator[FrameEvent, None]:
         async for event in events:
             if self._sandboxes.ended(bound.binding.pod) is not None:
                 self._check_current(bound, once.request.id)
