@@ -149,10 +149,9 @@ class Sandboxes:
                 self._check_asked(entry.bound.binding, profile, region)
             return entry.bound
         check_task_id(task_id)
-        recipe = self._recipe(owner, profile, region)
         bound = await self._present(owner, task_id)
         if bound is None:
-            bound = await self._shared(owner, task_id, recipe)
+            bound = await self._shared(owner, task_id, self._recipe(owner, profile, region))
         self._check_asked(bound.binding, profile, region)
         return bound
 
@@ -416,8 +415,6 @@ class Sandboxes:
                 profile=binding.profile,
             )
         if region is not None and self._regions.get(binding.target) != region:
-            if region not in self._regions.values():
-                raise NoTargetInRegion(f"no target is in region {region[:128]!r}")
             raise TaskBoundElsewhere(f"the task's sandbox is on target {binding.target!r}, which is not in that region")
 
     def _on_event(self, event: PodEvent) -> None:
