@@ -139,11 +139,10 @@ def running_executor(
     umask: int | None = None,
     prefix: tuple[str, ...] = (),
     token: str | None = None,
-    in_child: Callable[[], None] | None = None,
 ) -> Iterator[ExecutorProcess]:
     """Starts an executor with a workspace of its own and ends it, with all it started, on the way out.
 
-    `prefix` goes before the command line, `in_child` runs before it is executed."""
+    `prefix` goes before the command line: a program that sets something up and then runs the rest of its arguments."""
     user, token = command_account(tier), token or secrets.token_hex(16)
     directory = Path(tempfile.mkdtemp(prefix="sojourn-test-"))
     directory.chmod(0o711)
@@ -172,7 +171,7 @@ def running_executor(
         with log.open("wb") as file:
             process = subprocess.Popen(
                 argv, env=settings | (env or {}), stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd="/",
-                start_new_session=True, umask=-1 if umask is None else umask, preexec_fn=in_child, **become,
+                start_new_session=True, umask=-1 if umask is None else umask, **become,
             )  # fmt: skip
         try:
             pod = ExecutorProcess(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -43,9 +42,9 @@ async def test_processes_killed_by_id_leave_no_zombies(any_tier: Pod) -> None:
 
 
 @contextlib.contextmanager
-def pids_limit(limit: int) -> Iterator[Callable[[], None] | None]:
-    """What a child calls to be under a limit on processes; None where this machine does not let us make one."""
-    for root, files in (("/sys/fs/cgroup/pids", ("cgroup.procs",)), ("/sys/fs/cgroup", ("cgroup.procs",))):
+def pids_limit(limit: int) -> Iterator[tuple[str, ...] | None]:
+    """What to start a program with so that it is under a limit on processes; None where no such limit can be made."""
+    for root in ("/sys/fs/cgroup/pids", "/sys/fs/cgroup"):
         group = Path(root) / f"sojourn-test-{secrets.token_hex(4)}"
         try:
             group.mkdir()
@@ -56,12 +55,7 @@ def pids_limit(limit: int) -> Iterator[Callable[[], None] | None]:
                 (group / "pids.max").write_text(str(limit))
             except OSError:
                 continue
-            member = group / files[0]
-
-            def join(member: Path = member) -> None:
-                member.write_text(str(os.getpid()))
-
-            yield join
+            yield ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
             return
         finally:
             with contextlib.suppress(OSError):
@@ -71,7 +65,7 @@ def pids_limit(limit: int) -> Iterator[Callable[[], None] | None]:
 
 async def test_orphans_do_not_use_up_the_processes_a_pod_may_have(fresh_executor: FreshExecutor) -> None:
     """ZO03, with 1,500 orphans over a limit of 128 where one can be set"""
-    with pids_limit(128) as join, fresh_executor(in_child=join) as process:
+    with pids_limit(128) as join, fresh_executor(prefix=join or ()) as process:
         async with connected(process) as pod:
             gate = asyncio.Semaphore(4)
 
@@ -92,7 +86,7 @@ async def test_a_pod_without_processes_left_says_so_and_recovers(fresh_executor:
     with pids_limit(64) as join:
         if join is None:
             pytest.skip("no cgroup with a pids limit can be made here")
-        with fresh_executor(in_child=join) as process:
+        with fresh_executor(prefix=join) as process:
             async with connected(process) as pod:
                 hogs = [await pod.call("POST", "/v1/processes", {"command": ["sleep", "300"]}) for _ in range(70)]
                 assert {hog.status for hog in hogs} <= {201, 429}
