@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ RETRY_SEC: Final = 60.0  # how long a server may be away, or say "later", before
 FIRST_CONTACT_SEC: Final = 2.0  # the same for a server that has never answered: it is likely not there at all
 FIRST_PAUSE_SEC: Final = 0.1
 MAX_PAUSE_SEC: Final = 10.0
+PIECE_BYTES: Final = 1 << 20  # aiohttp sends bytes over this in one go, which would block the loop
 MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that is read whole
 MAX_ERROR_BYTES: Final = 1 << 20
 
@@ -164,6 +166,7 @@ class Transport:
             sent_headers["Content-Type"] = "application/json"
         elif data is not None:
             sent_headers.setdefault("Content-Type", "application/octet-stream")
+        payload = io.BytesIO(data) if isinstance(data, bytes) and len(data) > PIECE_BYTES else data
         url = URL(self.server.address + path, encoded=True)
         if params:
             url = url.with_query(dict(params))
@@ -171,7 +174,7 @@ class Transport:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SEC, connect=None, sock_read=idle_sec)
         try:
             async with session.request(
-                method, url, data=data, headers=sent_headers, timeout=timeout, allow_redirects=False
+                method, url, data=payload, headers=sent_headers, timeout=timeout, allow_redirects=False
             ) as response:
                 self._reached = True
                 if response.status >= 300:
