@@ -42,14 +42,13 @@ def sojourn(stack: Stack) -> Sojourn:
     """Runs `sojourn` with the words, to its end; `input` is its stdin, none is /dev/null."""
 
     def run(*words: str, input: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-        stdin = {"input": input} if input is not None else {"stdin": subprocess.DEVNULL}
-        return subprocess.run(  # type: ignore[call-overload,no-any-return]
-            [sys.executable, "-m", "sojourn", *words],
-            env=stack.env,
-            capture_output=True,
-            timeout=COMMAND_SEC,
-            check=False,
-            **stdin,
+        command = [sys.executable, "-m", "sojourn", *words]
+        if input is not None:
+            return subprocess.run(
+                command, env=stack.env, input=input, capture_output=True, timeout=COMMAND_SEC, check=False
+            )
+        return subprocess.run(
+            command, env=stack.env, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_SEC, check=False
         )
 
     return run

@@ -156,7 +156,7 @@ async def test_ctrl_c_interrupts_a_call_and_leaves_a_usable_client(fake: FakeMan
         await response.prepare(request)
         await response.write(started("p1"))
         try:
-            while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110
+            while request.transport is not None and not request.transport.is_closing():
                 await asyncio.sleep(0.02)
         finally:
             gone.set()
