@@ -26,7 +26,7 @@ lint: ## ruff, mypy --strict, and the layers' contracts
 	@echo "import-linter" && .venv/bin/lint-imports --no-cache | tail -n 6
 
 bench: ## measure commands directly, through the manager and against the floor (benchmarks/results/)
-	@scripts/bootstrap.sh dev && exec $(PY) -m benchmarks.bench_exec $(ARGS)
+	@scripts/bootstrap.sh dev && exec $(PY) benchmarks/bench_exec.py $(ARGS)
 
 lock: ## resolve the locked versions anew (ARGS=--upgrade for the newest)
 	@scripts/lock.sh $(ARGS)

@@ -10,7 +10,6 @@ import io
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -107,14 +106,12 @@ def fresh_stack() -> Iterator[Path]:
     """A stack with a data directory of its own, which is gone afterwards. Ctrl-C's signal ends it, as for `make up`."""
     data_dir = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     log = data_dir / "up.log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SOJOURN_", "SANDBOX_"))}
+    env["SOJOURN_METRICS_PORT"] = "off"
     with log.open("wb") as output:
         # In a session of its own: Ctrl-C here must reach the stack once, through us, after the client has let go.
         stack = subprocess.Popen(
-            [sys.executable, "-m", "manager", "up", "--port", str(port), "--data-dir", str(data_dir)],
+            [sys.executable, "-m", "manager", "up", "--port", "0", "--data-dir", str(data_dir)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

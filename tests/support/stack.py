@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -45,16 +44,13 @@ class Stack:
 def running_stack(data_dir: Path) -> Iterator[Stack]:
     """Raises RuntimeError with what the stack said, where it does not start."""
     stack, log = Stack(data_dir), data_dir / "up.log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "manager", "up", "--port", str(port)],
+            [sys.executable, "-m", "manager", "up", "--port", "0"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=stack.env,
+            env=stack.env | {"SOJOURN_METRICS_PORT": "off"},
             start_new_session=True,
         )
     try:
