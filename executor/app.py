@@ -26,6 +26,7 @@ from executor.lease import Lease
 from executor.processes import Processes
 from executor.reaper import Reaper
 from executor.routes.commands import EXEC_BODY_BYTES, command_routes
+from executor.routes.exec_socket import exec_socket_routes
 from executor.routes.files import files_routes
 from executor.routes.lease import health_routes, lease_routes
 from executor.routes.processes import process_routes
@@ -113,6 +114,7 @@ def routes_of(services: Services) -> list[web.RouteDef]:
     """Every call that there is."""
     return [
         *command_routes(services.processes),
+        *exec_socket_routes(services.processes, services.config.heartbeat_sec),
         *process_routes(services.processes),
         *files_routes(services.files),
         *usage_routes(services.usage),

@@ -30,6 +30,7 @@ class ExecutorConfig:
     helpers: int = 2  # spawn helpers: two keep two cores busy (docs/performance in benchmarks/)
     unclaimed_sec: float | None = None  # an unclaimed pool pod ends itself after this; None: never
     quiet_grace_sec: float = 30.0  # beyond Sandbox-Lease-Sec, so that a late renewal still finds the pod
+    heartbeat_sec: float = 15.0  # between two heartbeats on a WebSocket; a client silent for three of them is dropped
     drain_sec: float = 3.0  # from SIGTERM to the exit, within a pod's grace period
     max_running: int = 4096  # commands at once; more are refused with 429
     pass_env: tuple[str, ...] = ()  # variables of the image that commands get too, beyond PATH, LANG, LC_*, TZ
@@ -62,6 +63,7 @@ class ExecutorConfig:
             helpers=_whole(env, "SOJOURN_SPAWN_HELPERS", cls.helpers, 1, 16),
             unclaimed_sec=_seconds(env, "SOJOURN_UNCLAIMED_SEC"),
             quiet_grace_sec=_seconds(env, "SOJOURN_QUIET_GRACE_SEC") or cls.quiet_grace_sec,
+            heartbeat_sec=min(_seconds(env, "SOJOURN_HEARTBEAT_SEC") or cls.heartbeat_sec, cls.heartbeat_sec),
             drain_sec=_seconds(env, "SOJOURN_DRAIN_SEC") or cls.drain_sec,
             max_running=_whole(env, "SOJOURN_MAX_RUNNING", cls.max_running, 1, 100_000),
         )

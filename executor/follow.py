@@ -28,8 +28,10 @@ class Follower:
         if caller and command.outcome is None:
             command.caller = self
 
-    async def next(self, limit_bytes: int = 262_144) -> list[tuple[int, Piece]] | Literal["quiet", "end"]:
-        """(0 for stdout or 1 for stderr, piece) of what there is now; "quiet" after HEARTBEAT_SEC without any; "end"
+    async def next(
+        self, limit_bytes: int = 262_144, quiet_sec: float = HEARTBEAT_SEC
+    ) -> list[tuple[int, Piece]] | Literal["quiet", "end"]:
+        """(0 for stdout or 1 for stderr, piece) of what there is now; "quiet" after `quiet_sec` without any; "end"
         once the command has ended and all of its output was returned."""
         command = self.command
         while True:
@@ -40,7 +42,7 @@ class Follower:
                 return "end"
             future = command.watch()
             try:
-                async with asyncio.timeout(HEARTBEAT_SEC):
+                async with asyncio.timeout(quiet_sec):
                     await future
             except TimeoutError:
                 return "quiet"

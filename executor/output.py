@@ -152,6 +152,12 @@ class OutputLog:
             del self._head[keep_bytes:]
             self._head_bytes = keep_bytes
 
+    def close_empty_spill(self) -> None:
+        """Nothing comes any more: a file that never took anything need not stay open as long as the log is kept."""
+        if self.spill is not None and self.spill.empty:
+            self.spill.close()
+            self.spill = None
+
     def close(self) -> None:
         self._head = bytearray()
         self._tail.clear()
@@ -190,6 +196,10 @@ class Spill:
     @property
     def disk_bytes(self) -> int:
         return self._written - self.first
+
+    @property
+    def empty(self) -> bool:
+        return not self._queue and not self.disk_bytes
 
     def put(self, offset: int, data: bytes) -> None:
         self._queue.append((offset, data))

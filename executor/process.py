@@ -88,6 +88,7 @@ class Command:
         *,
         background: bool,
         streamed: bool,
+        interactive: bool = False,
     ) -> None:
         self.host = host
         self.id = id
@@ -95,6 +96,7 @@ class Command:
         self.user = user
         self.cwd = cwd
         self.background = background
+        self.interactive = interactive  # its caller's connection carries input too
         self.seq = host.spawner.next_seq()
         self.pid = 0
         self.outcome: Outcome | None = None
@@ -176,7 +178,9 @@ class Command:
             data = request.stdin.encode()
         elif request.stdin_base64 is not None:
             data = base64.b64decode(request.stdin_base64)
-        stays_open = request.stdin_open if request.stdin_open is not None else self.background and data is None
+        stays_open = request.stdin_open
+        if stays_open is None:
+            stays_open = (self.background or self.interactive) and data is None
         if not stays_open:
             if data is None:
                 return None  # the helper has /dev/null
@@ -487,6 +491,8 @@ class Command:
         for pump in self.pumps:
             pump.discarding = True
             pump.release()
+            if pump.log.spill is not None:
+                pump.log.close_empty_spill()
         if self.stdin is not None:
             self.stdin.close()
         for future in (self.launched, self.ended):

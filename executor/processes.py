@@ -73,7 +73,9 @@ class Processes:
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, request: ExecRequest, *, background: bool = False, streamed: bool = False) -> tuple[Command, bool]:
+    def start(
+        self, request: ExecRequest, *, background: bool = False, streamed: bool = False, interactive: bool = False
+    ) -> tuple[Command, bool]:
         """(the command, whether it was there already under its id). Raises what `request` makes impossible."""
         bad = bad_field(request)
         if bad is not None:
@@ -102,10 +104,12 @@ class Processes:
             )
         user = self._users.get(request.user)
         cwd = os.path.join(self._config.workspace, request.cwd) if request.cwd is not None else self._config.workspace
-        command = Command(self, request, id, user, cwd, background=background, streamed=streamed)
+        command = Command(
+            self, request, id, user, cwd, background=background, streamed=streamed, interactive=interactive
+        )
+        command.start()
         if background:
             command.spill_to_disk()
-        command.start()
         self._commands[id] = command
         self._fingerprints[id] = fingerprint
         self.running += 1

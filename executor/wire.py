@@ -55,7 +55,8 @@ class ExecRequest(Request, frozen=True):
     env: dict[str, str] = {}  # added to, and winning over, what the pod gives every command
     stdin: str | None = None
     stdin_base64: str | None = None
-    # Keep stdin open for `/stdin` calls; None: only for a background process that was given no stdin.
+    # Keep stdin open for `/stdin` calls; None: only where no stdin was given, for a background process or over a
+    # WebSocket.
     stdin_open: bool | None = None
     user: str | None = None
     timeout_sec: float | None = None  # > 0, at most MAX_TIMEOUT_SEC
@@ -71,6 +72,13 @@ class ExecRequest(Request, frozen=True):
 class SignalRequest(Request, frozen=True):
     signal: str | int  # "INT", "SIGINT" or 2
     to: Literal["leader", "tree"] = "tree"
+
+
+class ResizeRequest(Request, frozen=True):
+    """A terminal's size in characters; `bad_size` holds its bounds."""
+
+    cols: int
+    rows: int
 
 
 class LeaseTermsBody(Request, frozen=True):
@@ -367,6 +375,12 @@ FRAME_RESIZE: Final = 0x14
 FRAME_PONG: Final = 0x15
 MAX_FRAME_BYTES: Final = 16 * MiB
 
+# A WebSocket's own end. What was refused closes with 4000 + the error's status: 4401, 4404, 4409 and so on.
+CLOSE_DONE: Final = 1000  # after the exit frame
+CLOSE_TAKEN_OVER: Final = 4001  # another connection controls the terminal now; its process runs on
+CLOSE_STALLED: Final = 4008  # nothing came from the client for three heartbeats
+CLOSE_REFUSED: Final = 4000
+
 
 class OutputFrame(msgspec.Struct, frozen=True):
     """Decoded 0x02 or 0x03."""
@@ -407,6 +421,16 @@ def output_frame_header(stream: StreamName, offset: int, length: int) -> bytes:
     """The 13 bytes before a frame's output, so that the output itself need not be copied."""
     kind = FRAME_STDOUT if stream == "stdout" else FRAME_STDERR
     return kind.to_bytes(1, "big") + (length + 8).to_bytes(4, "big") + offset.to_bytes(8, "big")
+
+
+def event_message(event: Started | Gap | Heartbeat | Exit | StreamError) -> bytes:
+    """The event as one WebSocket message: type byte and payload."""
+    return _FRAME_OF[type(event)].to_bytes(1, "big") + _ENCODER.encode(event)
+
+
+def output_message(stream: StreamName, offset: int, data: bytes) -> bytes:
+    kind = FRAME_STDOUT if stream == "stdout" else FRAME_STDERR
+    return kind.to_bytes(1, "big") + offset.to_bytes(8, "big") + data
 
 
 def decode_frame(kind: int, payload: bytes) -> FrameEvent | None:
