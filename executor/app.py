@@ -31,8 +31,10 @@ from executor.routes.files import files_routes
 from executor.routes.lease import health_routes, lease_routes
 from executor.routes.processes import process_routes
 from executor.routes.reply import json_reply
+from executor.routes.terminals import terminal_routes
 from executor.routes.usage import usage_routes
 from executor.spawn import Spawner
+from executor.terminals import Terminals
 from executor.threads import started_pool
 from executor.upload import WriteTerms
 from executor.usage import UsageService
@@ -55,6 +57,7 @@ class Services:
         self.ended = ended
         self.users: Users
         self.processes: Processes
+        self.terminals: Terminals
         self.lease: Lease
         self.files: FileService
         self.usage: UsageService
@@ -83,14 +86,21 @@ async def open_services(
         config, users, spawner, CgroupCounters(), env, changed=lambda: services.lease.worked()
     )
     stack.callback(processes.close)
-    services.lease = Lease(config, running=lambda: processes.running, end=ended)
+    services.terminals = terminals = Terminals(config, users, processes, traffic=lambda: services.lease.worked())
+    services.lease = Lease(config, lambda: processes.running, ended, terminals=lambda: terminals.living)
     stack.callback(services.lease.close)
     services.files = FileService(config, users.default, resolve_user=users.get)
     stack.callback(services.files.close)
-    services.usage = UsageService(config, lambda: _gauges(services), processes.leaders)
+    services.usage = UsageService(config, lambda: _gauges(services), lambda: processes.leaders() | terminals.leaders())
     stack.callback(services.usage.close)
-    stack.push_async_callback(processes.drain, config.drain_sec)
+    stack.push_async_callback(_drain, services)
     return services
+
+
+async def _drain(services: Services) -> None:
+    """Ends everything that runs, all at once, within the time that there is."""
+    seconds = services.config.drain_sec
+    await asyncio.gather(services.processes.drain(seconds), services.terminals.drain(seconds))
 
 
 def _prepare_workspace(config: ExecutorConfig, users: Users) -> None:
@@ -116,6 +126,7 @@ def routes_of(services: Services) -> list[web.RouteDef]:
         *command_routes(services.processes),
         *exec_socket_routes(services.processes, services.config.heartbeat_sec),
         *process_routes(services.processes),
+        *terminal_routes(services.terminals, services.config.heartbeat_sec),
         *files_routes(services.files),
         *usage_routes(services.usage),
         *lease_routes(services.lease, services.processes, _writer_of(services.files)),
@@ -246,7 +257,7 @@ async def serve(config: ExecutorConfig, env: dict[str, str], stop: asyncio.Event
             await web.TCPSite(runner, config.host, config.port, backlog=BACKLOG).start()
             where = f"{config.host}:{runner.addresses[0][1]}"
         # Commands are drained while their streams can still be answered, so before the runner is cleaned up.
-        stack.push_async_callback(services.processes.drain, config.drain_sec)
+        stack.push_async_callback(_drain, services)
         log.info("executor_ready", extra={"where": where, "tier": services.users.tier, "pid": os.getpid()})
         await stop.wait()
         log.info("executor_stopping", extra={"why": why[0] if why else "signal"})

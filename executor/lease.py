@@ -20,9 +20,16 @@ MAX_SEC = 10 * 365 * 86_400.0
 
 
 class Lease:
-    def __init__(self, config: ExecutorConfig, running: Callable[[], int], end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        running: Callable[[], int],
+        end: Callable[[str], None],
+        terminals: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = running
+        self._terminals = terminals
         self._end = end
         self._grace_sec = config.quiet_grace_sec
         self.boot_id = secrets.token_hex(16)
@@ -60,7 +67,7 @@ class Lease:
         self._last_work = self._loop.time()
 
     def worked(self) -> None:
-        """A command started or ended."""
+        """A command started or ended, or a terminal had input or output."""
         self._last_work = self._loop.time()
 
     @property
@@ -109,6 +116,7 @@ class Lease:
             boot_id=self.boot_id,
             operations=self.operations,
             running=self._running(),
+            terminals=self._terminals(),
             quiet_for_sec=round(quiet_for, 3),
             quiet_left_sec=None if quiet_left is None else round(quiet_left, 3),
             hard_left_sec=None if self._hard_end is None else round(max(0.0, self._hard_end - now), 3),

@@ -78,6 +78,8 @@ _NO_USE: Final = ResourceUse(0.0, 0.0, 0)
 class Command:
     """A command from its start to its outcome, which then waits for whoever asks by its id."""
 
+    window_bytes = WINDOW_BYTES
+
     def __init__(
         self,
         host: Host,
@@ -287,7 +289,7 @@ class Command:
         caller = self.caller
         if caller is not None:
             stream = 0 if pump.log is self.logs[0] else 1
-            if pump.log.end - caller.offsets[stream] > WINDOW_BYTES and self._status is None:
+            if pump.log.end - caller.offsets[stream] > self.window_bytes and self._status is None:
                 pump.hold()
                 if "stall" not in self._timers:
                     self._timers["stall"] = self.host.loop.call_later(STALL_SEC, self._stalled)
@@ -312,7 +314,7 @@ class Command:
         for pump in self.pumps:
             if pump.held:
                 stream = 0 if pump.log is self.logs[0] else 1
-                if pump.log.end - caller.offsets[stream] <= WINDOW_BYTES // 2:
+                if pump.log.end - caller.offsets[stream] <= self.window_bytes // 2:
                     pump.release()
                 else:
                     behind = True

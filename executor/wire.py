@@ -27,6 +27,8 @@ MAX_OUTPUT_BYTES: Final = 64 * MiB
 DEFAULT_OUTPUT_BYTES: Final = 10 * MiB
 MAX_ARG_BYTES: Final = 131_071  # the kernel's MAX_ARG_STRLEN less the final NUL: one argv or env entry (execve(2))
 CHUNK_BYTES: Final = 65_536  # the most that one output event or frame carries
+MAX_COLS: Final = 5000  # of a terminal; the kernel's own limit is 65,535
+MAX_ROWS: Final = 5000
 HEARTBEAT_SEC: Final = 15.0  # at most this long between two events of an open stream
 
 # A process id may stand in a path, a label and a file name.
@@ -72,6 +74,18 @@ class ExecRequest(Request, frozen=True):
 class SignalRequest(Request, frozen=True):
     signal: str | int  # "INT", "SIGINT" or 2
     to: Literal["leader", "tree"] = "tree"
+
+
+class TerminalRequest(Request, frozen=True):
+    """A process on a new pseudo-terminal."""
+
+    command: str | list[str] | None = None  # as an exec body's; None: `bash -i`, or `sh -i` where bash is missing
+    cwd: str | None = None
+    env: dict[str, str] = {}  # TERM is xterm-256color unless it says otherwise
+    user: str | None = None
+    cols: int = 80
+    rows: int = 24
+    id: str | None = None  # the same id again joins instead of opening another
 
 
 class ResizeRequest(Request, frozen=True):
@@ -193,6 +207,31 @@ class ProcessList(msgspec.Struct, frozen=True):
     processes: list[ProcessInfo]
 
 
+class TerminalInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A terminal's state; the outcome's fields are null while its process runs."""
+
+    id: str
+    pid: int | None
+    state: Literal["starting", "running", "ended"]
+    command: str | list[str]
+    cols: int
+    rows: int
+    started_at: str
+    exit_code: int | None = None
+    signal: str | None = None
+    reason: Reason | None = None
+    message: str | None = None
+    descendants_left: bool = False
+    output_bytes: int = 0  # produced in total: the offset that the next byte will have
+    kept_from: int = 0  # the first byte that can still be replayed
+    connections: int = 0
+    controlled: bool = False  # whether one of them types
+
+
+class TerminalList(msgspec.Struct, frozen=True):
+    terminals: list[TerminalInfo]
+
+
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # undecodable bytes as surrogate escapes are sent as `name_base64` instead, `name` then being a rendering
     path: str
@@ -270,6 +309,7 @@ class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str  # this executor's life
     operations: int  # under way now
     running: int  # commands and background processes
+    terminals: int = 0  # open ones, which count as work only while something is typed or shown
     quiet_for_sec: float  # 0 while work runs
     quiet_left_sec: float | None  # None: no such deadline
     hard_left_sec: float | None
@@ -512,6 +552,15 @@ def bad_field(request: ExecRequest) -> tuple[str, str] | None:
         return "max_output_bytes", f"must be from 0 to {MAX_OUTPUT_BYTES}"
     if request.id is not None and not PROCESS_ID.match(request.id):
         return "id", "must be 1 to 128 of A-Z a-z 0-9 . _ - and start with a letter or digit"
+    return None
+
+
+def bad_size(cols: int, rows: int) -> tuple[str, str] | None:
+    """As `bad_field`, for a terminal's size: a hidden window's zero, or one column, would squeeze what runs in it."""
+    if not 2 <= cols <= MAX_COLS:
+        return "cols", f"must be from 2 to {MAX_COLS}"
+    if not 1 <= rows <= MAX_ROWS:
+        return "rows", f"must be from 1 to {MAX_ROWS}"
     return None
 
 

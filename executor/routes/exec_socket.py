@@ -12,7 +12,6 @@ from executor.errors import Conflict, ExecutorError, InvalidRequest
 from executor.follow import Follower
 from executor.process import Command
 from executor.processes import Processes
-from executor.routes.commands import error_body
 from executor.routes.reply import parse_json, read_query, whole_of
 from executor.routes.sockets import ClientLeft, FrameSocket, first_of, is_upgrade
 from executor.wire import (
@@ -25,7 +24,6 @@ from executor.wire import (
     ExecRequest,
     SignalRequest,
     Started,
-    StreamError,
 )
 
 MAX_OFFSET: Final = 1 << 62
@@ -90,7 +88,7 @@ async def _take_input(socket: FrameSocket, command: Command) -> None:
         try:
             await _take(command, kind, payload)
         except ExecutorError as error:
-            await socket.send(StreamError(error=error_body(error)))
+            await socket.tell(error)
 
 
 async def _take(command: Command, kind: int, payload: bytes) -> None:

@@ -12,13 +12,14 @@ from aiohttp.http_websocket import WSCloseCode
 from executor.errors import ExecutorError, InvalidRequest
 from executor.follow import STREAMS, Follower
 from executor.output import Piece
-from executor.routes.commands import error_body, now_rfc3339
+from executor.routes.commands import now_rfc3339
 from executor.wire import (
     CHUNK_BYTES,
     CLOSE_REFUSED,
     CLOSE_STALLED,
     MAX_FRAME_BYTES,
     PROTOCOL,
+    ErrorBody,
     Exit,
     Gap,
     Heartbeat,
@@ -74,10 +75,15 @@ class FrameSocket:
             for at in range(0, len(piece.data), CHUNK_BYTES):
                 await self._send(output_message(name, piece.offset + at, piece.data[at : at + CHUNK_BYTES]))
 
+    async def tell(self, error: ExecutorError) -> None:
+        """What was wrong with a frame; nothing ends. Raises ClientLeft."""
+        body = ErrorBody(code=error.code, message=error.message, retryable=error.retryable, details=error.details)
+        await self.send(StreamError(error=body))
+
     async def refuse(self, error: ExecutorError) -> None:
         """Tells the error and closes with its code."""
         try:
-            await self.send(StreamError(error=error_body(error)))
+            await self.tell(error)
         except ClientLeft:
             pass
         await self.close(CLOSE_REFUSED + error.status, error.code)

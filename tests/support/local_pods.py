@@ -12,6 +12,7 @@ import aiohttp
 
 from manager.executor_client import pod_token
 from manager.model import Pod
+from tests.support.sockets import Socket, socket_at
 
 WAIT_SEC: Final = 30.0
 SECRET: Final = b"the secret of a test's manager"
@@ -40,6 +41,19 @@ async def run(pod: Pod, command: str | list[str], **fields: Any) -> dict[str, An
         body: dict[str, Any] = await answer.json()
         assert answer.status == 200, body
         return body
+
+
+async def on_terminal(pod: Pod, command: str) -> Socket:
+    """All that the command shows on a terminal of the pod, 100 columns by 30 rows."""
+    async with session_to(pod) as session:
+        body = {"command": command, "cols": 100, "rows": 30}
+        async with session.post("http://pod/v1/terminals", json=body) as answer:
+            assert answer.status == 201, await answer.text()
+            id = (await answer.json())["id"]
+        async with socket_at(session, f"http://pod/v1/terminals/{id}", {}) as socket:
+            await socket.to_end()
+    assert socket.exit is not None
+    return socket
 
 
 def executor_package(directory: Path, source: str) -> Path:

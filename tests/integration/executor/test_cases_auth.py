@@ -18,7 +18,8 @@ FreshExecutor = Callable[..., AbstractContextManager[ExecutorProcess]]
 CALLS = [
     ("POST", "/v1/bind"), ("POST", "/v1/exec"), ("GET", "/v1/exec"), ("POST", "/v1/processes"),
     ("GET", "/v1/processes"), ("GET", "/v1/processes/x"), ("DELETE", "/v1/processes/x"),
-    ("GET", "/v1/processes/x/output"),
+    ("GET", "/v1/processes/x/output"), ("POST", "/v1/terminals"), ("GET", "/v1/terminals"), ("GET", "/v1/terminals/x"),
+    ("DELETE", "/v1/terminals/x"),
     ("POST", "/v1/processes/x/stdin"), ("POST", "/v1/processes/x/stdin/close"), ("POST", "/v1/processes/x/signal"),
     ("GET", "/v1/files?path=x"), ("HEAD", "/v1/files?path=x"), ("PUT", "/v1/files?path=x"),
     ("DELETE", "/v1/files?path=x"), ("GET", "/v1/files/stat?path=x"), ("GET", "/v1/files/list?path=x"),

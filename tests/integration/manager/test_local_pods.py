@@ -618,7 +618,7 @@ async def test_an_unprivileged_user_gets_isolated_pods_of_the_single_tier(
         from manager.errors import IsolationUnavailable
         from manager.model import Profile
         from manager.providers.local.provider import LocalProvider
-        from tests.support.local_pods import run, token_for
+        from tests.support.local_pods import on_terminal, run, token_for
 
         async def main():
             provider = LocalProvider("here", Path(sys.argv[1]), token_for)
@@ -633,6 +633,8 @@ async def test_an_unprivileged_user_gets_isolated_pods_of_the_single_tier(
                 pod = await lax.create(Profile(name="limited"), "p1", {}, {})
                 command = "id -u; pwd; touch a; ls; touch /x /usr/x 2>/dev/null; ls -A /home"
                 said["seen"] = (await run(pod, command))["stdout"]
+                command = "tty; stty size; stat -c '%u %a' $(tty); set -m; sleep 9 & jobs; kill %1"
+                said["terminal"] = (await on_terminal(pod, command)).stdout.decode()
                 await lax.delete("p1")
                 await lax.close()
                 said["left"] = [entry.name for entry in Path(sys.argv[1], "pods").iterdir()]
@@ -660,6 +662,10 @@ async def test_an_unprivileged_user_gets_isolated_pods_of_the_single_tier(
     assert said["missing"] == ["cpu", "memory", "pids"]
     assert "as root" in said["refused"]
     assert said["seen"].split() == ["1000", "/workspace", "a"]
+    terminal = said["terminal"].split("\r\n")
+    assert terminal[0].startswith("/dev/pts/")
+    assert terminal[1:3] == ["30 100", "1000 620"]
+    assert "Running" in terminal[3] or "Running" in terminal[4]  # behind the job's own number
     assert said["left"] == []
 
 
