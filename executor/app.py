@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from executor import isolation, kernel
+from executor.archives import ArchiveService
 from executor.cgroup import CgroupCounters
 from executor.config import ExecutorConfig
 from executor.errors import ExecutorError, InvalidRequest, NoSpace, NotFound, TooLarge, Unauthenticated, WrongPod
@@ -25,6 +26,7 @@ from executor.isolation import Users
 from executor.lease import Lease
 from executor.processes import Processes
 from executor.reaper import Reaper
+from executor.routes.archives import archive_routes
 from executor.routes.commands import EXEC_BODY_BYTES, command_routes
 from executor.routes.exec_socket import exec_socket_routes
 from executor.routes.files import files_routes
@@ -60,6 +62,7 @@ class Services:
         self.terminals: Terminals
         self.lease: Lease
         self.files: FileService
+        self.archives: ArchiveService
         self.usage: UsageService
 
 
@@ -91,6 +94,7 @@ async def open_services(
     stack.callback(services.lease.close)
     services.files = FileService(config, users.default, resolve_user=users.get)
     stack.callback(services.files.close)
+    services.archives = ArchiveService(services.files, spawner)
     services.usage = UsageService(config, lambda: _gauges(services), lambda: processes.leaders() | terminals.leaders())
     stack.callback(services.usage.close)
     stack.push_async_callback(_drain, services)
@@ -128,6 +132,7 @@ def routes_of(services: Services) -> list[web.RouteDef]:
         *process_routes(services.processes),
         *terminal_routes(services.terminals, services.config.heartbeat_sec),
         *files_routes(services.files),
+        *archive_routes(services.archives),
         *usage_routes(services.usage),
         *lease_routes(services.lease, services.processes, _writer_of(services.files)),
         *health_routes(services.processes),
@@ -159,7 +164,7 @@ def _guard(services: Services) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         path = request.path
-        counted = path.startswith("/v1/files")
+        counted = path.startswith(("/v1/files", "/v1/archive")) and not path.endswith("/watch")
         try:
             if path not in OPEN_PATHS:
                 headers = request.headers

@@ -6,32 +6,26 @@ disk nor a FIFO holds the event loop, and no mistake here gives a caller more th
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from typing import Final
 
 from executor.config import ExecutorConfig
 from executor.download import Download, FileFacts
-from executor.errors import Conflict, FileMissing, InvalidPath, InvalidRequest, NotUtf8, RateLimited, TooLarge
+from executor.errors import Conflict, FileMissing, InvalidPath, InvalidRequest, NotUtf8, TooLarge
+from executor.filethreads import FileThreads
 from executor.filetree import entry_in, entry_of, list_tree, remove
-from executor.fileuser import FileUser
 from executor.isolation import CommandUser
 from executor.safepath import Place, Roots, directory_at, enter_or_make, file_error, parent_of, rename
-from executor.threads import started_pool
 from executor.upload import Upload, WriteTerms, check_match
 from executor.wire import FileEntry, FileList, MkdirRequest, MoveRequest
 
 READ_BYTES: Final = 256 * 1024  # one step of a download
 STALL_SEC: Final = 60.0  # a peer that neither sends nor takes a byte for so long is given up
 DEFAULT_MAX_FILE_BYTES: Final = 8 << 30
-_THREADS: Final = 4
-_MAX_UNDER_WAY: Final = 1024  # calls that have or wait for a thread; more are refused
-
-_T = TypeVar("_T")
 
 
 class FileService:
@@ -46,44 +40,40 @@ class FileService:
         max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
         resolve_user: Callable[[str], CommandUser] | None = None,  # for `user=`; raises UserNotAllowed
     ) -> None:
-        self._roots = Roots((config.workspace, *other_roots))
-        self._umask = config.umask
-        self._user = user
-        self._resolve_user = resolve_user
+        self.roots = Roots((config.workspace, *other_roots))
+        self.umask = config.umask
+        self.threads = FileThreads(user, resolve_user)
         self._max_file_bytes = max_file_bytes
-        self._identity = FileUser()
         self._commits = threading.Lock()
-        self._pool = started_pool(_THREADS, "files")
-        self._under_way = 0
 
     def close(self) -> None:
         """Waits for the calls under way in threads; those that wait for a thread do not run."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.threads.close()
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def stat(self, path: str, user: str | None = None) -> FileEntry:
         """Of a link, the link itself. Raises FileMissing, InvalidPath."""
-        place = self._roots.place(path)
-        return await self._run(self._named(user), _stat, place)
+        place = self.roots.place(path)
+        return await self.threads.run(self.threads.named(user), _stat, place)
 
     async def list(self, path: str, depth: int, limit: int, after: str | None, user: str | None = None) -> FileList:
         """A page of what is below a directory. Raises NotADirectory, FileMissing."""
-        place = self._roots.place(path)
-        return await self._run(self._named(user), _list, place, depth, limit, after)
+        place = self.roots.place(path)
+        return await self.threads.run(self.threads.named(user), _list, place, depth, limit, after)
 
     @asynccontextmanager
     async def open(self, path: str, user: str | None = None) -> AsyncIterator[OpenFile]:
         """A regular file to read from. Raises NotAFile for what has no content, InvalidPath for a link, FileMissing."""
-        download = Download(self._roots.place(path))
-        who = self._named(user)
+        download = Download(self.roots.place(path))
+        who = self.threads.named(user)
         try:
-            yield OpenFile(self, download, await self._run(who, download.begin))
+            yield OpenFile(self, download, await self.threads.run(who, download.begin))
         finally:
-            await self._finish(who, download.close)
+            await self.threads.finish(who, download.close)
 
     async def read(self, download: Download, offset: int, count: int) -> bytes:
-        return await self._run(self._user, download.read, offset, count)
+        return await self.threads.run(self.threads.user, download.read, offset, count)
 
     # ── changing ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -94,77 +84,50 @@ class FileService:
 
         `size` is the announced one, None where unknown. Raises TooLarge, NoSpace, PreconditionFailed; what was there
         before is then unchanged, and nothing else is left."""
-        place = self._roots.place(path)
+        place = self.roots.place(path)
         if path.rpartition("/")[2] in ("", ".") or place.is_root:
             raise InvalidPath(f"{place.shown} names a directory", field="path")
         if size is not None and size > self._max_file_bytes:
             raise self._too_large()
-        who = self._named(user)
-        upload = Upload(place, terms, self._identity, self._umask, self._commits)
+        who = self.threads.named(user)
+        upload = Upload(place, terms, self.threads.identity, self.umask, self._commits)
         try:
-            await self._run(who, upload.begin)
+            await self.threads.run(who, upload.begin)
             written = 0
             async for piece in pieces:
                 written += len(piece)
                 if written > self._max_file_bytes:
                     raise self._too_large()
-                await self._run(who, upload.write, piece)
-            return await self._run(who, upload.commit)
+                await self.threads.run(who, upload.write, piece)
+            return await self.threads.run(who, upload.commit)
         except BaseException:
-            await self._finish(who, upload.abort)
+            await self.threads.finish(who, upload.abort)
             raise
 
     async def delete(self, path: str, recursive: bool, if_match: str | None = None, user: str | None = None) -> None:
         """A link itself, a directory with its content only if `recursive`. Raises FileMissing, Conflict."""
         place = self._movable(path, "path")
-        await self._run(self._named(user), _delete, place, recursive, if_match, self._commits)
+        await self.threads.run(self.threads.named(user), _delete, place, recursive, if_match, self._commits)
 
     async def mkdir(self, request: MkdirRequest, user: str | None = None) -> tuple[FileEntry, bool]:
         """The directory, and whether it is new. With `parents`, one that exists is fine; else Conflict."""
-        place = self._roots.place(request.path)
+        place = self.roots.place(request.path)
         if not 0 <= request.mode <= 0o777:
             raise InvalidRequest("body: mode must be from 0 to 511 (octal 777)", field="mode")
-        return await self._run(self._named(user), _mkdir, place, request.parents, request.mode, 0o777 & ~self._umask)
+        return await self.threads.run(
+            self.threads.named(user), _mkdir, place, request.parents, request.mode, 0o777 & ~self.umask
+        )
 
     async def move(self, request: MoveRequest, user: str | None = None) -> FileEntry:
         """What is at the target then. Raises Conflict where something is there and `overwrite` is not given."""
         source, target = self._movable(request.source, "source"), self._movable(request.target, "target")
         if target.is_below(source):
             raise InvalidPath(f"target: {target.shown} is inside the source", field="target")
-        return await self._run(self._named(user), _move, source, target, request.overwrite)
-
-    # ── threads ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _run(self, who: CommandUser, function: Callable[..., _T], *args: object) -> _T:
-        if self._under_way >= _MAX_UNDER_WAY:
-            raise RateLimited(f"{_MAX_UNDER_WAY} file calls are under way; repeat this one later")
-        self._under_way += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._as_user, who, function, *args)
-        finally:
-            self._under_way -= 1
-
-    async def _finish(self, who: CommandUser, function: Callable[[], None]) -> None:
-        """Runs to its end also where the caller is cancelled, or is so already."""
-        try:
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._pool, self._as_user, who, function))
-        except RuntimeError:  # the service is closed: no thread is left to disturb
-            function()
-
-    def _as_user(self, who: CommandUser, function: Callable[..., _T], *args: object) -> _T:
-        self._identity.assume(who)
-        return function(*args)
-
-    def _named(self, user: str | None) -> CommandUser:
-        if user is None or user == self._user.name:
-            return self._user
-        if self._resolve_user is None:
-            raise InvalidRequest("query: user can be no other than the command user here", field="user")
-        return self._resolve_user(user)
+        return await self.threads.run(self.threads.named(user), _move, source, target, request.overwrite)
 
     def _movable(self, path: str, field: str) -> Place:
-        place = self._roots.place(path, field)
-        if self._roots.holds_root(place):
+        place = self.roots.place(path, field)
+        if self.roots.holds_root(place):
             raise InvalidPath(f"{field}: {place.shown} is or holds the workspace or another root", field=field)
         return place
 

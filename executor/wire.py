@@ -252,6 +252,15 @@ class FileList(msgspec.Struct, frozen=True, kw_only=True):
     next: str | None = None  # give as `after=` for the next page
 
 
+class ArchiveUnpacked(msgspec.Struct, frozen=True, kw_only=True):
+    """What `PUT /v1/archive` put in place."""
+
+    path: str  # the directory
+    entries: int
+    files: int
+    bytes: int  # of the files together
+
+
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     working_set_bytes: int  # usage less inactive page cache, as kubelet counts it
     usage_bytes: int

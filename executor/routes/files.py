@@ -45,7 +45,7 @@ class _FileRoutes:
     async def get(self, request: web.Request) -> web.StreamResponse:
         query = read_query(request, "path", "text", "user")
         as_text = flag_of(query, "text")
-        async with self._files.open(_path_of(query), query.get("user")) as file:
+        async with self._files.open(path_of(query), query.get("user")) as file:
             return await _send(request, file, as_text)
 
     async def put(self, request: web.Request) -> web.Response:
@@ -54,18 +54,18 @@ class _FileRoutes:
             mode=_mode_of(query), if_match=request.headers.get("If-Match"), create_only=_is_create_only(request)
         )
         size = request.content_length
-        entry, is_new = await self._files.write(_path_of(query), _pieces(request), size, terms, query.get("user"))
+        entry, is_new = await self._files.write(path_of(query), body_pieces(request), size, terms, query.get("user"))
         return json_reply(entry, 201 if is_new else 200, {"ETag": entry.etag or ""})
 
     async def delete(self, request: web.Request) -> web.Response:
         query = read_query(request, "path", "recursive", "user")
         recursive, if_match = flag_of(query, "recursive"), request.headers.get("If-Match")
-        await self._files.delete(_path_of(query), recursive, if_match, query.get("user"))
+        await self._files.delete(path_of(query), recursive, if_match, query.get("user"))
         return web.Response(status=204)
 
     async def stat(self, request: web.Request) -> web.Response:
         query = read_query(request, "path", "user")
-        return json_reply(await self._files.stat(_path_of(query), query.get("user")))
+        return json_reply(await self._files.stat(path_of(query), query.get("user")))
 
     async def list(self, request: web.Request) -> web.Response:
         query = read_query(request, "path", "depth", "limit", "after", "user")
@@ -149,8 +149,10 @@ def _range_of(request: web.Request, size: int, etag: str) -> tuple[int, int] | N
     return start, end
 
 
-async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
+async def body_pieces(request: web.Request) -> AsyncIterator[bytes]:
     """The body as it comes. Raises InvalidRequest where it is broken or stalls, so that no part is taken for all."""
+    if "Content-Encoding" in request.headers:
+        raise InvalidRequest("send the body without Content-Encoding", field="Content-Encoding")
     try:
         while True:
             async with asyncio.timeout(STALL_SEC):
@@ -164,7 +166,7 @@ async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
         raise InvalidRequest(f"body: broken off or badly encoded: {str(why)[:200]}") from None
 
 
-def _path_of(query: Mapping[str, str]) -> str:
+def path_of(query: Mapping[str, str]) -> str:
     if "path" not in query:
         raise InvalidRequest("query: path is missing", field="path")
     return query["path"]
