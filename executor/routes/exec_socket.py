@@ -12,7 +12,7 @@ from executor.errors import Conflict, ExecutorError, InvalidRequest
 from executor.follow import Follower
 from executor.process import Command
 from executor.processes import Processes
-from executor.routes.reply import parse_json, read_query, whole_of
+from executor.routes.reply import decode_json, read_query, whole_of
 from executor.routes.sockets import ClientLeft, FrameSocket, first_of, is_upgrade
 from executor.wire import (
     CLOSE_DONE,
@@ -52,7 +52,7 @@ async def _serve(socket: FrameSocket, processes: Processes, offsets: list[int]) 
     kind, payload = await socket.receive()
     if kind != FRAME_START:
         raise InvalidRequest(f"the first frame must be 0x10 with the exec body, not 0x{kind:02x}")
-    body = parse_json(payload, ExecRequest)
+    body = decode_json(payload, ExecRequest)
     command, joined = processes.start(body, streamed=True, interactive=True)
     # Beyond the end there is nothing to wait for that was not seen: what a log no longer has is told as a gap.
     ends = [min(offset, log.end) for offset, log in zip(offsets, command.logs, strict=True)]
@@ -113,7 +113,7 @@ async def _write(command: Command, data: bytes) -> None:
 
 def signal_of(payload: bytes) -> tuple[int, Literal["leader", "tree"]]:
     """(number, "leader" or "tree"). Raises InvalidRequest."""
-    body = parse_json(payload, SignalRequest)
+    body = decode_json(payload, SignalRequest)
     number = kernel.signal_number(body.signal)
     if number is None:
         raise InvalidRequest(f"there is no signal {str(body.signal)[:40]!r}; try INT, TERM or KILL", field="signal")

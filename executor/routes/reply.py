@@ -32,10 +32,10 @@ def json_reply(value: Any, status: int = 200, headers: Mapping[str, str] | None 
 async def read_json(request: web.BaseRequest, kind: type[_T], limit_bytes: int = BODY_LIMIT_BYTES) -> _T:
     """The body as `kind`. Raises TooLarge, before more than the limit is kept, and InvalidRequest for everything that
     is not exactly a `kind`: not JSON, not UTF-8, a wrong type, an unknown or missing field (details: `field`)."""
-    return parse_json(await read_body(request, limit_bytes), kind)
+    return decode_json(await read_body(request, limit_bytes), kind)
 
 
-def parse_json(body: bytes, kind: type[_T]) -> _T:
+def decode_json(body: bytes, kind: type[_T]) -> _T:
     """The same for a body that is there. Raises InvalidRequest."""
     try:
         value: _T = _decoder(kind).decode(body)

@@ -9,7 +9,7 @@ from aiohttp import web
 from executor.errors import Conflict, ExecutorError, InvalidRequest
 from executor.routes.commands import EXEC_BODY_BYTES
 from executor.routes.exec_socket import MAX_OFFSET, signal_of
-from executor.routes.reply import json_reply, parse_json, read_json, read_query, whole_of
+from executor.routes.reply import json_reply, decode_json, read_json, read_query, whole_of
 from executor.routes.sockets import ClientLeft, FrameSocket, first_of, is_upgrade
 from executor.terminals import Attachment, Terminal, Terminals
 from executor.wire import (
@@ -124,5 +124,5 @@ async def _take(attachment: Attachment, kind: int, payload: bytes) -> None:
     elif kind == FRAME_SIGNAL:
         await terminal.command.send_signal(*signal_of(payload))
     else:
-        size = parse_json(payload, ResizeRequest)
+        size = decode_json(payload, ResizeRequest)
         terminal.resize(size.cols, size.rows)
