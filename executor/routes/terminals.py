@@ -9,7 +9,7 @@ from aiohttp import web
 from executor.errors import Conflict, ExecutorError, InvalidRequest
 from executor.routes.commands import EXEC_BODY_BYTES
 from executor.routes.exec_socket import MAX_OFFSET, signal_of
-from executor.routes.reply import json_reply, decode_json, read_json, read_query, whole_of
+from executor.routes.reply import decode_json, json_reply, read_json, read_query, whole_of
 from executor.routes.sockets import ClientLeft, FrameSocket, first_of, is_upgrade
 from executor.terminals import Attachment, Terminal, Terminals
 from executor.wire import (
