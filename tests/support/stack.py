@@ -1,86 +1,147 @@
-"""A whole stack as a user starts it: `manager up` in a process of its own, with a data directory of its own."""
+"""The whole product on this machine, started as its user starts it: `python -m manager up` in a process of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.error
+import urllib.request
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import quote
 
-from sojourn import Client
+import aiohttp
 
-START_SEC = 90.0
-END_SEC = 30.0
+REPOSITORY: Final = Path(__file__).parents[2]
+READY_SEC: Final = 90.0
 
 
-def clean_env(**more: str) -> dict[str, str]:
-    """This process's environment without any setting of a stack, and `more`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SOJOURN_", "SANDBOX_"))}
-    return kept | more
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Stack:
-    def __init__(self, data_dir: Path, port: int = 0) -> None:
-        self.data_dir = data_dir
-        self.port = port
-        self.log = data_dir / "up.log"
-        self.env = clean_env(SOJOURN_DATA_DIR=str(data_dir))
+    """Survives the manager's crash: `start` again finds the same data directory, port and key."""
+
+    def __init__(self, *, config: str = "", **settings: str) -> None:
+        self.base = Path(tempfile.mkdtemp(prefix="sojourn-", dir="/var/tmp"))
+        self.data = self.base / "data"
+        self.log = self.base / "log"
+        self.port = free_port()
+        self._config = self.base / "config.toml"
+        self._config.write_text(config)
+        self._settings = settings
+        self._http: aiohttp.ClientSession | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SOJOURN_", "SANDBOX_"))}
+        env |= {
+            "PYTHONPATH": str(REPOSITORY),
+            "SOJOURN_DATA_DIR": str(self.data),
+            "SOJOURN_PORT": str(self.port),
+            "SOJOURN_METRICS_PORT": "off",
+            "SOJOURN_CONFIG": str(self._config),
+            **self._settings,
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "manager", "up"],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + READY_SEC
+        while not self._ready():
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.05)
+        return self
+
+    def _ready(self) -> bool:
+        """`up` leaves its address when all that it promised at the start is there."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5) as answer:
+                return bool(answer.status == 200) and (self.data / "address").exists()
+        except (urllib.error.URLError, OSError):
+            return False
 
     @property
-    def address(self) -> str:
-        return (self.data_dir / "address").read_text().strip()
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
-    def api_key(self) -> str:
-        return (self.data_dir / "api-key").read_text().strip()
+    def key(self) -> str:
+        return (self.data / "api-key").read_text().strip()
 
-    def client(self) -> Client:
-        return Client(self.address, self.api_key)
+    def end(self, number: int) -> int:
+        """Sends the manager a signal; its exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(60)
 
+    def remove(self) -> None:
+        """Ends everything, as Ctrl-C does; after a crash a new manager has to do it."""
+        assert self.process is not None
+        if self.process.poll() is not None and (self.data / "pods").exists():
+            self.start()
+        self.end(signal.SIGINT)
+        shutil.rmtree(self.base, ignore_errors=True)
 
-def start(stack: Stack) -> subprocess.Popen[bytes]:
-    """The manager's process; it has not listened yet."""
-    with stack.log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "manager", "up", "--port", str(stack.port)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=stack.env | {"SOJOURN_METRICS_PORT": "off"},
-            start_new_session=True,
+    def pods(self) -> set[str]:
+        """Names of the pods that have a state directory."""
+        directory = self.data / "pods"
+        return {entry.name for entry in directory.iterdir() if entry.is_dir()} if directory.exists() else set()
+
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"X-Api-Key": self.key},
+            timeout=aiohttp.ClientTimeout(total=120),
         )
+        return self
 
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        assert self._http is not None
+        await self._http.close()
+        await asyncio.sleep(0)
 
-def ready(stack: Stack, process: subprocess.Popen[bytes]) -> None:
-    """Waits until a first start has left address and key. Raises RuntimeError with what the stack said otherwise."""
-    deadline = time.monotonic() + START_SEC
-    while not ((stack.data_dir / "address").exists() and (stack.data_dir / "api-key").exists()):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the stack did not start:\n{stack.log.read_text(errors='replace')}")
-        time.sleep(0.05)
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        assert self._http is not None
+        return self._http
 
+    async def call(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        """(status, decoded JSON, or the bytes of anything else)."""
+        async with self.http.request(method, self.url + path, **options) as answer:
+            body = await answer.read()
+            return answer.status, json.loads(body) if answer.content_type == "application/json" and body else body
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does: with all sandboxes."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(END_SEC)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    def task(self, task: str) -> str:
+        return f"/sandbox/task/{quote(task, safe='')}"
 
-
-@contextmanager
-def running_stack(data_dir: Path) -> Iterator[Stack]:
-    """A stack at a free port, ended with everything in it."""
-    stack = Stack(data_dir)
-    process = start(stack)
-    try:
-        ready(stack, process)
-        yield stack
-    finally:
-        end(process)
+    async def exec(self, task: str, command: str | list[str], *, key: str | None = None, **fields: Any) -> Any:
+        headers = {"Idempotency-Key": key} if key is not None else {}
+        body = {"command": command, **fields}
+        status, answer = await self.call("POST", f"{self.task(task)}/exec", json=body, headers=headers)
+        assert status == 200, answer
+        return answer

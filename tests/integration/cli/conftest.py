@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stack import Stack, running_stack
+from tests.support.user_stack import Stack, running_stack
 
 Sojourn = Callable[..., "subprocess.CompletedProcess[bytes]"]
 COMMAND_SEC = 60.0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sojourn import Exit, Gap, Output, Started
-from tests.support.stack import Stack, end, ready, start
+from tests.support.user_stack import Stack, end, ready, start
 
 
 @pytest.fixture

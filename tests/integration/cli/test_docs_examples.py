@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stack import Stack
+from tests.support.user_stack import Stack
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = ["README.md", "sdk/README.md", "docs/quickstart.md"]

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.integration.cli.conftest import Sojourn
-from tests.support.stack import Stack
+from tests.support.user_stack import Stack
 
 LONG_SEC = 60.0
 

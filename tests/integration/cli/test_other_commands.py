@@ -9,7 +9,7 @@ import pytest
 from sojourn import AsyncClient, Client, Gap, Output
 from sojourn.errors import Conflict, FileMissing, InvalidPath, NotFound, SojournError, Unauthenticated
 from tests.integration.cli.conftest import Sojourn
-from tests.support.stack import Stack
+from tests.support.user_stack import Stack
 
 
 def test_ls_shows_sandboxes_and_files(sojourn: Sojourn, task: str) -> None:
