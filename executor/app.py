@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import os
 import stat
@@ -20,8 +18,10 @@ from executor import isolation, kernel
 from executor.archives import ArchiveService
 from executor.cgroup import CgroupCounters
 from executor.config import ExecutorConfig
-from executor.errors import ExecutorError, InvalidRequest, NoSpace, NotFound, TooLarge, Unauthenticated, WrongPod
+from executor.errors import ExecutorError, InvalidRequest, NoSpace, NotFound, TooLarge
 from executor.files import FileService
+from executor.front import Front
+from executor.guard import OPEN_PATHS, Guard, error_reply
 from executor.isolation import Users
 from executor.lease import Lease
 from executor.processes import Processes
@@ -40,12 +40,11 @@ from executor.terminals import Terminals
 from executor.threads import started_pool
 from executor.upload import WriteTerms
 from executor.usage import UsageService
-from executor.wire import LEASE_HEADER, POD_HEADER, ErrorBody, ErrorReply
+from executor.wire import LEASE_HEADER, POD_HEADER
 
 log = logging.getLogger("executor")
 
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 BACKLOG: Final = 4096
 THREADS: Final = 4
 LINE_BYTES: Final = 16_384
@@ -61,6 +60,7 @@ class Services:
         self.processes: Processes
         self.terminals: Terminals
         self.lease: Lease
+        self.guard: Guard
         self.files: FileService
         self.archives: ArchiveService
         self.usage: UsageService
@@ -92,6 +92,7 @@ async def open_services(
     services.terminals = terminals = Terminals(config, users, processes, traffic=lambda: services.lease.worked())
     services.lease = Lease(config, lambda: processes.running, ended, terminals=lambda: terminals.living)
     stack.callback(services.lease.close)
+    services.guard = Guard(config, services.lease)
     services.files = FileService(config, users.default, resolve_user=users.get)
     stack.callback(services.files.close)
     services.archives = ArchiveService(services.files, spawner)
@@ -140,7 +141,7 @@ def routes_of(services: Services) -> list[web.RouteDef]:
 
 
 def make_app(services: Services) -> web.Application:
-    app = web.Application(middlewares=[_guard(services)], client_max_size=EXEC_BODY_BYTES)
+    app = web.Application(middlewares=[_guarded(services)], client_max_size=EXEC_BODY_BYTES)
     app.router.add_routes(routes_of(services))
     return app
 
@@ -155,27 +156,24 @@ def _writer_of(files: FileService) -> Callable[[str, bytes, int | None], Awaitab
     return write
 
 
-def _guard(services: Services) -> Middleware:
-    """Token, pod identity and lease before every handler; the one error shape after it."""
-    config, lease = services.config, services.lease
-    token_sha256 = config.token_sha256.encode()
-    pod_name = config.pod_name
+def _guarded(services: Services) -> Middleware:
+    """The guard before every handler, the one error shape after it."""
+    lease, guard = services.lease, services.guard
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         path = request.path
-        counted = path.startswith(("/v1/files", "/v1/archive")) and not path.endswith("/watch")
         try:
             if path not in OPEN_PATHS:
                 headers = request.headers
-                _check_token(headers.getall("Authorization", ()), token_sha256)
-                pod = headers.get(POD_HEADER)
-                if pod is not None and pod != pod_name:
-                    raise WrongPod("this is another pod than the one the call is for")
-                quiet_sec = headers.get(LEASE_HEADER)
-                if quiet_sec is not None:
-                    lease.heard(quiet_sec)
-            if not counted:
+                authorization = headers.getall("Authorization", ())
+                guard.admit(
+                    authorization[0] if len(authorization) == 1 else None,
+                    headers.get(POD_HEADER),
+                    headers.get(LEASE_HEADER),
+                )
+            # Commands count as work by running; of the other calls only those that carry content do.
+            if not path.startswith(("/v1/files", "/v1/archive")) or path.endswith("/watch"):
                 return await handler(request)
             lease.begin()
             try:
@@ -197,15 +195,7 @@ def _guard(services: Services) -> Middleware:
             log.exception("request_failed", extra={"path": path[:200]})
             return _error_reply(request, ExecutorError("the executor failed; its log has the details"))
 
-    return guard
-
-
-def _check_token(given: tuple[str, ...] | list[str], token_sha256: bytes) -> None:
-    header = given[0] if len(given) == 1 else ""
-    scheme, _, token = header.partition(" ")
-    digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest().encode()
-    if not hmac.compare_digest(digest, token_sha256) or scheme.lower() != "bearer":
-        raise Unauthenticated("this pod's token is needed: Authorization: Bearer <pod token>")
+    return guarded
 
 
 def _from_aiohttp(error: web.HTTPException) -> ExecutorError:
@@ -220,10 +210,7 @@ def _from_aiohttp(error: web.HTTPException) -> ExecutorError:
 
 
 def _error_reply(request: web.Request, error: ExecutorError) -> web.StreamResponse:
-    body = ErrorReply(ErrorBody(
-        code=error.code, message=error.message, retryable=error.retryable, details=error.details,
-    ))  # fmt: skip
-    reply = json_reply(body, status=error.status)
+    reply = json_reply(error_reply(error), status=error.status)
     if error.retryable:
         reply.headers["Retry-After"] = "1"
     if error.status == 416 and "size" in error.details:
@@ -249,24 +236,32 @@ async def serve(config: ExecutorConfig, env: dict[str, str], stop: asyncio.Event
         )  # fmt: skip
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
+        assert runner.server is not None
+        front = Front(services.processes, services.guard, runner.server)
+        server, where = await _listen(config, front)
+        stack.callback(front.close)
+        stack.callback(server.close)
         if config.socket is not None:
-            _remove_stale(config.socket)
-            before = os.umask(0o177)
-            try:
-                await web.UnixSite(runner, config.socket, backlog=BACKLOG).start()
-            finally:
-                os.umask(before)
             stack.callback(_remove_stale, config.socket)
-            where = config.socket
-        else:
-            await web.TCPSite(runner, config.host, config.port, backlog=BACKLOG).start()
-            where = f"{config.host}:{runner.addresses[0][1]}"
         # Commands are drained while their streams can still be answered, so before the runner is cleaned up.
         stack.push_async_callback(_drain, services)
         log.info("executor_ready", extra={"where": where, "tier": services.users.tier, "pid": os.getpid()})
         await stop.wait()
         log.info("executor_stopping", extra={"why": why[0] if why else "signal"})
     return 0
+
+
+async def _listen(config: ExecutorConfig, front: Front) -> tuple[asyncio.Server, str]:
+    loop = asyncio.get_running_loop()
+    if config.socket is None:
+        server = await loop.create_server(front, config.host, config.port, backlog=BACKLOG)
+        return server, f"{config.host}:{server.sockets[0].getsockname()[1]}"
+    _remove_stale(config.socket)
+    before = os.umask(0o177)
+    try:
+        return await loop.create_unix_server(front, config.socket, backlog=BACKLOG), config.socket
+    finally:
+        os.umask(before)
 
 
 def _remove_stale(path: str) -> None:

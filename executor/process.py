@@ -34,7 +34,6 @@ from executor.wire import (
 )
 
 DRAIN_SEC: Final = 0.1  # after the end of the process, for what a descendant (a `tee`, say) is just writing
-LAZY_PUMP_SEC: Final = 0.002  # a command that is over by then, with little output, never has its pipes registered
 WINDOW_BYTES: Final = 1 << 20  # how far the caller's own stream may be behind before the command is held back
 STALL_SEC: Final = 60.0  # a caller that has not read for so long no longer holds it back
 KILL_SWEEP_SEC: Final = 0.05
@@ -99,6 +98,7 @@ class Command:
         self.cwd = cwd
         self.background = background
         self.interactive = interactive  # its caller's connection carries input too
+        self.streamed = streamed
         self.seq = host.spawner.next_seq()
         self.pid = 0
         self.outcome: Outcome | None = None
@@ -146,7 +146,10 @@ class Command:
             if script_text is not None:
                 script = memory_file(script_text)
                 theirs.append(script)
-            self.host.spawner.spawn(self, self.user, argv, env, os.fsencode(self.cwd), stdin, stdout, stderr, script)
+            eager = self.background or self.streamed or request.no_output_timeout_sec is not None
+            self.host.spawner.spawn(
+                self, self.user, argv, env, os.fsencode(self.cwd), stdin, stdout, stderr, script, at_once=eager
+            )
         except OSError as why:
             for pump in self.pumps:
                 pump.close()
@@ -155,10 +158,8 @@ class Command:
             for fd in theirs:
                 os.close(fd)
             raise RateLimited(f"no descriptors or memory left for another command: {why.strerror}") from why
-        if self.background or request.no_output_timeout_sec is not None:
+        if eager:
             self._arm_pumps()
-        else:
-            self._timers["pumps"] = loop.call_later(LAZY_PUMP_SEC, self._arm_pumps)
         if request.timeout_sec is not None:
             self._timers["timeout"] = loop.call_later(request.timeout_sec, self._timed_out)
         if request.no_output_timeout_sec is not None:
@@ -205,7 +206,6 @@ class Command:
         return write_end
 
     def _arm_pumps(self) -> None:
-        self._timers.pop("pumps", None)
         for pump in self.pumps:
             pump.arm()
 
@@ -215,6 +215,7 @@ class Command:
         self.pid = pid
         if not self.launched.done():
             self.launched.set_result(None)
+        self._arm_pumps()  # a command that is over before this is heard never has its pipes registered
         if self.shell_text is not None:
             self.host.shell_failed(None)
 

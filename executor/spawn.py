@@ -138,7 +138,7 @@ class _Helper:
         self.spawner.loop.remove_writer(self.sock.fileno())
 
     def _read(self) -> None:
-        for _ in range(64):
+        for _ in range(min(64, len(self.jobs) or 1)):  # with one job there is hardly ever a second packet
             try:
                 packet = self.sock.recv(256)
             except (BlockingIOError, InterruptedError):
@@ -160,6 +160,10 @@ class _Helper:
         if kind == EXITED:
             job = self.jobs.pop(seq, None)
             if job is not None:
+                if not job.pid:  # over before the helper would have told of it
+                    job.pid = pid
+                    self.waiting -= 1
+                    self.answered_at = self.spawner.loop.time()
                 job.exited(status, user, system, rss, bool(flag))
             return
         self.answered_at = self.spawner.loop.time()
@@ -259,11 +263,14 @@ class Spawner:
 
     def spawn(
         self, job: Job, user: CommandUser, argv: list[bytes], env: list[bytes], cwd: bytes, stdin: int | None,
-        stdout: int, stderr: int | None, script: int | None,
+        stdout: int, stderr: int | None, script: int | None, *, at_once: bool = True,
     ) -> None:  # fmt: skip
-        """Starts a command; the descriptors become the spawner's. The outcome comes through `job`."""
+        """Starts a command; the descriptors become the spawner's. The outcome comes through `job`.
+
+        Without `at_once` the job hears of its pid a moment later, or with its end."""
         fds = [fd for fd in (stdin, stdout, stderr, script) if fd is not None]
-        packet = marshal.dumps((job.seq, stdin is not None, stderr is not None, script is not None, argv, env, cwd))
+        given = (stdin is not None, stderr is not None, script is not None)
+        packet = marshal.dumps((job.seq, at_once, *given, argv, env, cwd))
         if len(packet) > PACKET_BYTES:
             memory = os.memfd_create("sojourn-job", os.MFD_CLOEXEC)
             fds.append(memory)

@@ -5,7 +5,8 @@ command user once, takes on no-new-privileges and limits once, and every command
 plain vfork+exec, which CPython only does while the user stays the same. It imports as little as it can, since it is
 resident in every pod and runs as the user that commands run as.
 
-From the executor, one packet a command (marshal; the executor is trusted): (seq, argv, env, cwd) with the descriptors
+From the executor, one packet a command (marshal; the executor is trusted): (seq, whether its pid is wanted at
+once, which descriptors come with it, argv, env, cwd) with the descriptors
 for stdin (optional), stdout and stderr (optional: merged) as SCM_RIGHTS; a packet over PACKET_BYTES travels as a memfd.
 To the executor, fixed-size REPLY packets. At the end of the socket (the executor is gone) everything that it started
 is killed, however deep.
@@ -25,10 +26,12 @@ import select
 import struct
 import sys
 from _posixsubprocess import fork_exec
+from time import monotonic
 
 PACKET_BYTES = 65_536
 REPLY = struct.Struct("=BBHIQqqddq")  # kind, flag, stage, errno, seq, pid, wait status, user s, system s, max RSS KiB
 SPAWNED, FAILED, EXITED, READY = 1, 2, 3, 4
+TELL_SEC = 0.001  # a command that is over by then is told of once, with its end, unless its pid was wanted at once
 STAGE_EXEC, STAGE_CHDIR, STAGE_FORK = 0, 1, 2
 
 # Every command gets its own number (its seq) as the soft limit on real-time CPU time, which nothing in a pod can make
@@ -45,6 +48,8 @@ class Helper:
     def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
         self.running: dict[int, int] = {}  # pid -> seq
+        self.untold: dict[int, int] = {}  # running, but the executor was not told of the pid yet
+        self.untold_since = 0.0
         self.orphans: dict[int, int] = {}  # pid -> seq of the command that it descends from, 0 unknown
         self.null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         # With vfork a failed exec has written here before fork_exec returns, so one pipe serves all spawns.
@@ -63,7 +68,9 @@ class Helper:
         poll.register(self.wake_read, select.EPOLLIN)
         self.reply(READY, 0, 0, pid=os.getpid())
         while True:
-            for fd, _events in poll.poll():
+            if self.untold and monotonic() - self.untold_since > TELL_SEC:
+                self.tell()
+            for fd, _events in poll.poll(TELL_SEC if self.untold else None):
                 if fd == sock_fd:
                     if not self.take():
                         return
@@ -73,6 +80,11 @@ class Helper:
                     except BlockingIOError:
                         pass
                     self.reap()
+
+    def tell(self) -> None:
+        for pid, seq in self.untold.items():
+            self.reply(SPAWNED, seq, 0, pid=pid)
+        self.untold.clear()
 
     def take(self) -> bool:
         """One packet from the executor; False at the end of the socket."""
@@ -90,17 +102,17 @@ class Helper:
             size = os.fstat(fds[-1]).st_size
             packet = os.pread(fds[-1], size, 0)
             os.close(fds.pop())
-        seq, has_stdin, has_stderr, keep, argv, env, cwd = marshal.loads(packet)
+        seq, at_once, has_stdin, has_stderr, keep, argv, env, cwd = marshal.loads(packet)
         try:
-            self.spawn(seq, has_stdin, has_stderr, keep, argv, env, cwd, fds)
+            self.spawn(seq, at_once, has_stdin, has_stderr, keep, argv, env, cwd, fds)
         finally:
             for fd in fds:
                 os.close(fd)
         return True
 
     def spawn(
-        self, seq: int, has_stdin: bool, has_stderr: bool, keep: bool, argv: list[bytes], env: list[bytes],
-        cwd: bytes, fds: array.array[int],
+        self, seq: int, at_once: bool, has_stdin: bool, has_stderr: bool, keep: bool, argv: list[bytes],
+        env: list[bytes], cwd: bytes, fds: array.array[int],
     ) -> None:  # fmt: skip
         at = 0
         stdin = self.null
@@ -133,7 +145,12 @@ class Helper:
             said = b""
         if not said:
             self.running[pid] = seq
-            self.reply(SPAWNED, seq, 0, pid=pid)
+            if at_once:
+                self.reply(SPAWNED, seq, 0, pid=pid)
+            else:
+                if not self.untold:
+                    self.untold_since = monotonic()
+                self.untold[pid] = seq
             return
         os.waitpid(pid, 0)
         _kind, number, text = said.split(b":", 2)
@@ -159,6 +176,7 @@ class Helper:
                 self.orphans.pop(pid, None)
             else:
                 ended.append((pid, seq, status, use))
+                self.untold.pop(pid, None)
         if not ended:
             return
         if childless:

@@ -110,7 +110,8 @@ def signal_tree(seq: int, leader: int, number: int) -> int:
         if number == signal.SIGKILL:  # stopped first, so that a fork bomb cannot outrun the sweep
             for one in found.values():
                 send(one, signal.SIGSTOP)
-        for one in found.values():
+        # Parents first: a shell that saw its child end before its own signal came would run its next command.
+        for one in sorted(found.values(), key=lambda one: (one.start, one.pid)):
             send(one, number)
     return total
 

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from executor.errors import ExecutorError
 from executor.follow import STREAMS, Follower, TextPieces
+from executor.guard import error_body
 from executor.output import Piece
 from executor.process import Command
 from executor.processes import Processes
@@ -21,7 +21,6 @@ from executor.wire import (
     FRAMES_TYPE,
     JSON_TYPE,
     NDJSON_TYPE,
-    ErrorBody,
     ExecRequest,
     Gap,
     Heartbeat,
@@ -116,10 +115,6 @@ async def _send_all(response: web.StreamResponse, follower: Follower, writer: Fr
 
 def now_rfc3339() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def error_body(error: ExecutorError) -> ErrorBody:
-    return ErrorBody(code=error.code, message=error.message, retryable=error.retryable, details=error.details)
 
 
 class FrameWriter:

@@ -1,0 +1,136 @@
+"""The short way for plain commands is the same call as the long way: same guard, same errors, no smuggling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from executor.front import _plain_headers
+from tests.support.executor_pod import Pod
+
+BODY = b'{"command": ["echo", "hi"]}'
+
+
+async def talk(pod: Pod, *pieces: bytes, answers: int = 1) -> list[tuple[int, dict[str, str], Any]]:
+    """Sends the pieces over one connection; the answers in order, fewer where the connection was closed."""
+    reader, writer = await asyncio.open_unix_connection(pod.process.socket)
+    got = []
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(30):
+            for _ in range(answers):
+                head = await reader.readuntil(b"\r\n\r\n")
+                status, *lines = head.decode().split("\r\n")
+                headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
+                body = await reader.readexactly(int(headers.get("content-length", "0")))
+                got.append((int(status.split()[1]), headers, json.loads(body) if body else None))
+    except asyncio.IncompleteReadError:
+        pass
+    finally:
+        writer.close()
+    return got
+
+
+def request(pod: Pod, body: bytes = BODY, *, token: str | None = None, extra: str = "", line: str = "") -> bytes:
+    token = pod.process.token if token is None else token
+    return (
+        f"{line or 'POST /v1/exec HTTP/1.1'}\r\nHost: pod\r\nAuthorization: Bearer {token}\r\n{extra}"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+async def test_requests_on_one_connection_are_answered_in_order(executor: Pod) -> None:
+    bodies = [b'{"command": "sleep 0.2; echo %d"}' % number for number in range(3)]
+    answers = await talk(executor, b"".join(request(executor, body) for body in bodies), answers=3)
+    assert [(status, body["stdout"]) for status, _, body in answers] == [(200, f"{n}\n") for n in range(3)]
+
+
+async def test_a_request_in_pieces_and_one_of_another_kind_go_on_where_the_short_way_ends(executor: Pod) -> None:
+    whole = request(executor)
+    listing = request(executor, b"", line="GET /v1/processes HTTP/1.1")
+    for cut in (5, 40, len(whole) - len(BODY), len(whole) - 3):
+        answers = await talk(executor, whole, whole[:cut], whole[cut:] + listing + whole, answers=4)
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert [body.get("stdout") for _, _, body in answers] == ["hi\n", "hi\n", None, "hi\n"]
+
+
+@pytest.mark.parametrize("way", ["short", "long"])
+@pytest.mark.parametrize(
+    ("body", "token", "status", "code"),
+    [
+        (BODY, "wrong", 401, "unauthenticated"),
+        (b"{", None, 400, "invalid_request"),
+        (b'{"command": ["x"], "unknown": 1}', None, 400, "invalid_request"),
+        (b'{"command": ["x"], "timeout_sec": -1}', None, 400, "invalid_request"),
+        (b'{"command": ["x"], "cwd": "/nope"}', None, 400, "invalid_cwd"),
+        (b'{"command": ["x"], "user": "root"}', None, 403, "user_not_allowed"),
+        (b"[" * 100_000, None, 400, "invalid_request"),
+        (b"\xff", None, 400, "invalid_request"),
+        (b"", None, 400, "invalid_request"),
+    ],
+)
+async def test_both_ways_refuse_alike(
+    executor: Pod, way: str, body: bytes, token: str | None, status: int, code: str
+) -> None:
+    extra = "X-Other: 1\r\n" if way == "long" else ""
+    [(got, headers, answer)] = await talk(executor, request(executor, body, token=token, extra=extra))
+    assert (got, answer["error"]["code"]) == (status, code)
+    assert headers["content-type"].startswith("application/json")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["Sandbox-Pod: another\r\n", "Sandbox-Pod: another\r\nX-Other: 1\r\n"],
+)
+async def test_both_ways_refuse_a_call_for_another_pod(executor: Pod, extra: str) -> None:
+    [(status, _, answer)] = await talk(executor, request(executor, extra=extra))
+    assert (status, answer["error"]["code"]) == (409, "wrong_pod")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Host: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n",
+        b"Host: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n",
+        b"Host: x\r\nContent-Length: +1\r\n",
+        b"Host: x\r\nContent-Length : 1\r\n",
+        b"Host: x\r\nContent-Length: 1\r\n folded\r\n",
+        b"Host: x\r\nContent-Length: 1\r\nExpect: 100-continue\r\n",
+        b"Host: x\r\nContent-Length: 1\r\nUpgrade: websocket\r\n",
+        b"Host: x\r\nContent-Length: 1\r\nAccept: application/x-ndjson\r\n",
+        b"Host: x\r\nContent-Length: 1\r\nConnection: close\r\n",
+        b"Host: x\nContent-Length: 1\r\n",
+        b"Host: x\r\nContent-Length: 1\x00\r\n",
+        b"Host: x\r\nContent-Length: 99999999999\r\n",
+        b"Host: x\r\n",
+        b"Content-Length: 1\r\n",
+        b"",
+    ],
+)
+def test_nothing_out_of_the_ordinary_takes_the_short_way(head: bytes) -> None:
+    assert _plain_headers(head) is None
+
+
+def test_an_ordinary_head_takes_the_short_way() -> None:
+    head = b"Host: pod\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\ncontent-length:12\r\n"
+    assert _plain_headers(head) is not None
+
+
+async def test_a_caller_that_hangs_up_ends_its_command_only_where_it_asked_for_that(executor: Pod) -> None:
+    for policy, reason in (("kill", "cancelled"), ("continue", "exited")):
+        body = json.dumps({"command": "sleep 2; exit 3", "id": f"front-{policy}", "on_disconnect": policy}).encode()
+        _, writer = await asyncio.open_unix_connection(executor.process.socket)
+        writer.write(request(executor, body))
+        while not any(
+            one["id"] == f"front-{policy}" for one in (await executor.call("GET", "/v1/processes")).json["processes"]
+        ):
+            await asyncio.sleep(0.02)
+        writer.close()
+        ended = (await executor.call("GET", f"/v1/processes/front-{policy}?wait_sec=20")).json
+        assert (ended["state"], ended["reason"]) == ("ended", reason)
