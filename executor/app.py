@@ -33,13 +33,17 @@ from executor.routes.files import files_routes
 from executor.routes.lease import health_routes, lease_routes
 from executor.routes.processes import process_routes
 from executor.routes.reply import json_reply
+from executor.routes.search import search_routes
 from executor.routes.terminals import terminal_routes
 from executor.routes.usage import usage_routes
+from executor.routes.watch import watch_routes
+from executor.search import SearchService
 from executor.spawn import Spawner
 from executor.terminals import Terminals
 from executor.threads import started_pool
 from executor.upload import WriteTerms
 from executor.usage import UsageService
+from executor.watch import WatchService
 from executor.wire import LEASE_HEADER, POD_HEADER
 
 log = logging.getLogger("executor")
@@ -63,6 +67,8 @@ class Services:
         self.guard: Guard
         self.files: FileService
         self.archives: ArchiveService
+        self.searches: SearchService
+        self.watches: WatchService
         self.usage: UsageService
 
 
@@ -96,6 +102,8 @@ async def open_services(
     services.files = FileService(config, users.default, resolve_user=users.get)
     stack.callback(services.files.close)
     services.archives = ArchiveService(services.files, spawner)
+    services.searches = SearchService(services.files, spawner)
+    services.watches = WatchService(services.files)
     services.usage = UsageService(config, lambda: _gauges(services), lambda: processes.leaders() | terminals.leaders())
     stack.callback(services.usage.close)
     stack.push_async_callback(_drain, services)
@@ -134,6 +142,8 @@ def routes_of(services: Services) -> list[web.RouteDef]:
         *terminal_routes(services.terminals, services.config.heartbeat_sec),
         *files_routes(services.files),
         *archive_routes(services.archives),
+        *search_routes(services.searches),
+        *watch_routes(services.watches),
         *usage_routes(services.usage),
         *lease_routes(services.lease, services.processes, _writer_of(services.files)),
         *health_routes(services.processes),

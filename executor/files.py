@@ -16,12 +16,13 @@ from typing import Final
 from executor.config import ExecutorConfig
 from executor.download import Download, FileFacts
 from executor.errors import Conflict, FileMissing, InvalidPath, InvalidRequest, NotUtf8, TooLarge
+from executor.filemodes import change_mode
 from executor.filethreads import FileThreads
 from executor.filetree import entry_in, entry_of, list_tree, remove
 from executor.isolation import CommandUser
 from executor.safepath import Place, Roots, directory_at, enter_or_make, file_error, parent_of, rename
 from executor.upload import Upload, WriteTerms, check_match
-from executor.wire import FileEntry, FileList, MkdirRequest, MoveRequest
+from executor.wire import ChmodRequest, ChmodResult, FileEntry, FileList, MkdirRequest, MoveRequest
 
 READ_BYTES: Final = 256 * 1024  # one step of a download
 STALL_SEC: Final = 60.0  # a peer that neither sends nor takes a byte for so long is given up
@@ -124,6 +125,13 @@ class FileService:
         if target.is_below(source):
             raise InvalidPath(f"target: {target.shown} is inside the source", field="target")
         return await self.threads.run(self.threads.named(user), _move, source, target, request.overwrite)
+
+    async def chmod(self, request: ChmodRequest, user: str | None = None) -> ChmodResult:
+        """Of a file or directory, with `recursive` of all below it too. Raises FileMissing, InvalidPath for a link."""
+        place = self.roots.place(request.path)
+        if not 0 <= request.mode <= 0o777:
+            raise InvalidRequest("body: mode must be from 0 to 511 (octal 777)", field="mode")
+        return await self.threads.run(self.threads.named(user), change_mode, place, request.mode, request.recursive)
 
     def _movable(self, path: str, field: str) -> Place:
         place = self.roots.place(path, field)

@@ -42,7 +42,11 @@ _TYPES: Final[dict[int, FileType]] = {
 
 
 def type_of(status: os.stat_result) -> FileType:
-    return _TYPES.get(stat.S_IFMT(status.st_mode), "unknown")
+    return type_name(status.st_mode)
+
+
+def type_name(mode: int) -> FileType:
+    return _TYPES.get(stat.S_IFMT(mode), "unknown")
 
 
 def etag_of(status: os.stat_result) -> str:
@@ -64,8 +68,13 @@ def entry_of(status: os.stat_result, path: bytes, target: bytes | None = None) -
         mtime=rfc3339(status.st_mtime_ns),
         etag=etag_of(status) if kind == "file" else None,
         target=target.decode("utf-8", "replace") if target is not None else None,
-        name_base64=msgspec.UNSET if _is_utf8(name) else base64.b64encode(name).decode(),
+        name_base64=path_base64(name),
     )
+
+
+def path_base64(path: bytes) -> str | msgspec.UnsetType:
+    """For a path that is no UTF-8, which its rendering in JSON cannot name."""
+    return msgspec.UNSET if _is_utf8(path) else base64.b64encode(path).decode()
 
 
 def entry_in(fd: int, name: bytes, path: bytes) -> FileEntry:

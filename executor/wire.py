@@ -136,6 +136,17 @@ class MoveRequest(Request, frozen=True):
     overwrite: bool = False
 
 
+class ChmodRequest(Request, frozen=True):
+    path: str
+    mode: int  # permission bits
+    recursive: bool = False  # the same bits for all below, links left alone
+
+
+class WatchRequest(Request, frozen=True):
+    path: str = "."
+    recursive: bool = True
+
+
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -250,6 +261,43 @@ class FileList(msgspec.Struct, frozen=True, kw_only=True):
     entries: list[FileEntry]
     truncated: bool = False
     next: str | None = None  # give as `after=` for the next page
+
+
+class ChmodResult(msgspec.Struct, frozen=True, kw_only=True):
+    entry: FileEntry
+    changed: int
+    failed: int  # below the top: not the user's to change
+    truncated: bool = False  # too many or too deep for one call; the same call again goes on
+
+
+class SearchMatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A file, or with `content` one line of it."""
+
+    path: str
+    type: Literal["file", "directory", "symlink", "fifo", "socket", "char_device", "block_device", "unknown"]
+    size: int
+    line: int | None = None  # from 1
+    column: int | None = None  # from 1, in characters
+    text: str | None = None  # of the line, at most 400 characters around the match
+    path_base64: str | msgspec.UnsetType = msgspec.UNSET  # where the path is no UTF-8
+
+
+class SearchSkips(msgspec.Struct, frozen=True, kw_only=True):
+    """What was not searched, by reason."""
+
+    binary: int = 0  # files with a NUL near their beginning
+    large: int = 0  # files over `max_file_bytes`
+    unreadable: int = 0
+    slow: int = 0  # files that the regular expression could not be done with in time
+    too_deep: int = 0  # directories below `depth`
+
+
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
+    matches: list[SearchMatch]
+    truncated: bool = False  # by limit, depth or deadline
+    next: str | None = None  # give as `after=` to go on
+    files_searched: int  # whose content was looked at
+    skipped: SearchSkips
 
 
 class ArchiveUnpacked(msgspec.Struct, frozen=True, kw_only=True):
@@ -405,6 +453,63 @@ class StreamError(msgspec.Struct, frozen=True, tag="error", kw_only=True):
 
 
 CommandEvent = Started | StdoutEvent | StderrEvent | Gap | Heartbeat | Exit | StreamError
+
+
+# ── events of a watched directory ───────────────────────────────────────────────────────────────────────────────
+
+
+class WatchStarted(msgspec.Struct, frozen=True, tag="watching", kw_only=True):
+    """From now on nothing is missed."""
+
+    path: str
+    directories: int
+    truncated: bool = False  # there are more directories than can be watched
+
+
+class _FileChange(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    is_directory: bool
+    path_base64: str | msgspec.UnsetType = msgspec.UNSET  # where the path is no UTF-8
+
+
+class FileCreated(_FileChange, frozen=True, tag="created"):
+    """Also what was moved in from elsewhere. May come twice for what was made in a directory that is new itself."""
+
+
+class FileModified(_FileChange, frozen=True, tag="modified"):
+    """Content; writes in quick succession are one event."""
+
+
+class FileDeleted(_FileChange, frozen=True, tag="deleted"):
+    """Also what was moved away."""
+
+
+class FileAttributes(_FileChange, frozen=True, tag="attributes"):
+    """Mode, owner, times or the number of links."""
+
+
+class FileMoved(_FileChange, frozen=True, tag="moved"):
+    """Within what is watched; `path` is where it is now."""
+
+    source: str
+    source_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class WatchOverflow(msgspec.Struct, frozen=True, tag="overflow", kw_only=True):
+    """Events are missing: list the directory again. The watch goes on."""
+
+    reason: Literal["events", "directories"]  # too many at once; more directories than can be watched
+    message: str
+
+
+class WatchEnded(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
+    """The directory itself was deleted, moved or unmounted. The last event."""
+
+    reason: Literal["deleted", "moved", "unmounted"]
+
+
+FileEvent = FileCreated | FileModified | FileDeleted | FileAttributes | FileMoved
+WatchEvent = WatchStarted | FileEvent | WatchOverflow | WatchEnded | Heartbeat
 
 
 # ── binary frames: type byte, 4-byte big-endian length, payload ─────────────────────────────────────────────────

@@ -15,7 +15,8 @@ from typing import Final
 
 from executor.errors import ExecutorError, InvalidRequest, NotSupported
 from executor.isolation import CommandUser
-from executor.pipes import READ_BYTES, StdinWriter
+from executor.pipereader import PipeReader
+from executor.pipes import StdinWriter
 from executor.spawn import Spawner
 
 log = logging.getLogger("executor.zstd")
@@ -36,8 +37,8 @@ class Zstd:
         self.pid = 0
         self._loop = spawner.loop
         self._stdin = StdinWriter(self._loop, stdin)
-        self._stdout = stdout
-        self._stderr = stderr
+        self._stdout = PipeReader(self._loop, stdout)
+        self._stderr = PipeReader(self._loop, stderr)
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._closed = False
 
@@ -74,24 +75,7 @@ class Zstd:
 
     async def read(self) -> bytes:
         """What is there, once something is; b"" at the end."""
-        while True:
-            try:
-                return os.read(self._stdout, READ_BYTES)
-            except BlockingIOError:
-                await self._readable()
-
-    async def _readable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-
-        def readable() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        self._loop.add_reader(self._stdout, readable)
-        try:
-            await ready
-        finally:
-            self._loop.remove_reader(self._stdout)
+        return await self._stdout.read()
 
     async def check_end(self) -> None:
         """After the end of its output. Raises InvalidRequest where it took its input for no zstd stream."""
@@ -101,10 +85,7 @@ class Zstd:
         except TimeoutError:
             raise ExecutorError("zstd closed its output and does not end") from None
         if status != 0:
-            try:
-                words = os.read(self._stderr, _WORDS_BYTES).decode("utf-8", "replace")
-            except BlockingIOError:
-                words = ""
+            words = self._stderr.read_nowait(_WORDS_BYTES).decode("utf-8", "replace")
             said = " ".join(words.replace("/*stdin*\\", "").split()).strip(": ")
             raise InvalidRequest(
                 f"body: no zstd stream that can be unpacked here: {said or f'zstd ended with {status}'}"
@@ -116,8 +97,8 @@ class Zstd:
             return
         self._closed = True
         self._stdin.close()
-        os.close(self._stdout)
-        os.close(self._stderr)
+        self._stdout.close()
+        self._stderr.close()
         self._kill()
 
     def _kill(self) -> None:
@@ -143,8 +124,6 @@ async def running_zstd(spawner: Spawner, user: CommandUser, *, unpack: bool) -> 
     theirs_in, stdin = os.pipe2(os.O_CLOEXEC)
     stdout, theirs_out = os.pipe2(os.O_CLOEXEC)
     stderr, theirs_err = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(stdout, False)
-    os.set_blocking(stderr, False)
     run = Zstd(spawner, stdin, stdout, stderr)
     try:
         spawner.spawn(run, user, argv, [f"PATH={PATH}".encode()], b"/", theirs_in, theirs_out, theirs_err, None)

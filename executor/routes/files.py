@@ -16,7 +16,7 @@ from executor.files import STALL_SEC, FileService, OpenFile
 from executor.filetree import MAX_DEPTH
 from executor.routes.reply import flag_of, json_reply, read_json, read_query, whole_of
 from executor.upload import WriteTerms, matches
-from executor.wire import MkdirRequest, MoveRequest
+from executor.wire import ChmodRequest, MkdirRequest, MoveRequest
 
 MAX_PAGE: Final = 10_000
 DEFAULT_PAGE: Final = 1_000
@@ -35,6 +35,7 @@ def files_routes(files: FileService) -> list[web.RouteDef]:
         web.get("/v1/files/list", routes.list),
         web.post("/v1/files/mkdir", routes.mkdir),
         web.post("/v1/files/move", routes.move),
+        web.post("/v1/files/chmod", routes.chmod),
     ]
 
 
@@ -84,6 +85,11 @@ class _FileRoutes:
         query = read_query(request, "user")
         body = await read_json(request, MoveRequest)
         return json_reply(await self._files.move(body, query.get("user")))
+
+    async def chmod(self, request: web.Request) -> web.Response:
+        query = read_query(request, "user")
+        body = await read_json(request, ChmodRequest)
+        return json_reply(await self._files.chmod(body, query.get("user")))
 
 
 async def _send(request: web.Request, file: OpenFile, as_text: bool) -> web.StreamResponse:
