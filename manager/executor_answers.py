@@ -165,7 +165,8 @@ def check_lease(info: LeaseInfo) -> None:
     """Raises BadAnswer."""
     if len(info.boot_id) > 128 or len(info.sandbox_id or "") > 128:
         raise BadAnswer("a text over its bound")
-    _check_counts(info.operations, info.running)
+    _check_counts(info.operations, info.running, info.terminals)
+    _check_figures(info.quiet_for_sec)
 
 
 def _check_pid(pid: int | None) -> None:

@@ -30,6 +30,7 @@ from executor.wire import (
     MAX_TIMEOUT_SEC,
     OFFSET_HEADER,
     POD_HEADER,
+    PROTOCOL,
     BindRequest,
     ExecRequest,
     ExecResult,
@@ -58,6 +59,7 @@ from manager.executor_answers import (
     refusal,
 )
 from manager.pod_http import CONNECT_SEC, Interrupted, PodConnections, dial_unix
+from manager.pod_socket import MESSAGE_BYTES, PodSocket, refused_upgrade
 
 MARGIN_SEC: Final = 30.0  # beyond a command's own timeout, for an executor that is busy
 STREAM_IDLE_SEC: Final = 3 * HEARTBEAT_SEC  # without a frame: three heartbeats missed
@@ -336,6 +338,37 @@ class ExecutorClient:
             finally:
                 await chunks.aclose()
                 _let_go(response, whole=response.content.at_eof())
+
+    @asynccontextmanager
+    async def socket(
+        self, pod: PodRef, path: str, query: str, *, asked_id: str | None = None
+    ) -> AsyncIterator[PodSocket]:
+        """A WebSocket to the executor, at a path and query that are checked as in `forward`; leaving closes it.
+
+        Raises ExecutorRefused where the executor will not have it, as far as its status says why."""
+        if not _TARGET.match(path) or not _QUERY.match(query) or "/../" in f"{path}/" or "/./" in f"{path}/":
+            raise ValueError(f"no path of an executor: {path!r}")
+        with self._channel(pod) as channel:
+            url = channel.base.with_path(path, encoded=True)
+            if query:
+                url = URL(f"{url}?{query}", encoded=True)
+            try:
+                with _as_ours():
+                    async with asyncio.timeout(CALL_SEC):
+                        try:
+                            ws = await channel.session.ws_connect(
+                                url, protocols=(PROTOCOL,), max_msg_size=MESSAGE_BYTES, compress=0,
+                                timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+                            )  # fmt: skip
+                        except aiohttp.WSServerHandshakeError as why:
+                            raise refused_upgrade(why) from why
+            except (Interrupted, BadAnswer, TimeoutError) as why:
+                raise ExecutorUnreachable(f"the pod did not take a WebSocket: {_words(why)}") from why
+            socket = PodSocket(ws, asked_id)
+            try:
+                yield socket
+            finally:
+                await socket.close()
 
     # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from executor.wire import FRAMES_TYPE, JSON_TYPE, NDJSON_TYPE, ErrorReply
+from executor.wire import FRAMES_TYPE, JSON_TYPE, NDJSON_TYPE, PROTOCOL, ErrorReply
 from manager.api.server import Route
 from manager.api.wire import (
     API_KEY_HEADER,
@@ -27,6 +27,7 @@ _PATH_TEXT: Final = {
     "task_id": "UTF-8 of 1 to 512 bytes, percent-encoded; or ~ and the UTF-8 in base64url, which any id may be "
     "written as and `.`, `..` and ids that begin with ~ must be",
     "process_id": "the process's id",
+    "terminal_id": "the terminal's id",
     "sandbox_id": "the sandbox's id",
     "key_id": "the key's id, which is not secret",
 }
@@ -98,7 +99,7 @@ def _operation(route: Route, schema_of: dict[int, Any]) -> dict[str, Any]:
         "summary": route.summary,
         "tags": [_tag(route)],
         "parameters": _parameters(route),
-        "responses": {str(status): _reply(route, kind, schema_of) for status, kind in route.replies.items()},
+        "responses": {str(status): _reply(route, status, kind, schema_of) for status, kind in route.replies.items()},
     }
     if route.request is bytes:
         operation["requestBody"] = {"required": True, "content": {"application/octet-stream": {}}}
@@ -122,7 +123,9 @@ def _operation(route: Route, schema_of: dict[int, Any]) -> dict[str, Any]:
     return operation
 
 
-def _reply(route: Route, kind: Any, schema_of: dict[int, Any]) -> dict[str, Any]:
+def _reply(route: Route, status: int, kind: Any, schema_of: dict[int, Any]) -> dict[str, Any]:
+    if status == 101:
+        return {"description": f"A WebSocket of the subprotocol {PROTOCOL}; docs/executor.md tells its frames."}
     if kind is None:
         return {"description": "Done; no content."}
     if kind is bytes or kind is str:

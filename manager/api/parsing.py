@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import PayloadEncodingError
 from multidict import CIMultiDictProxy
 
 from executor.wire import PROCESS_ID
-from manager.api.wire import IDEMPOTENCY_HEADER, IF_POD_HEADER, TaskCommand
+from manager.api.wire import IDEMPOTENCY_HEADER, IF_POD_HEADER, TaskCommand, TaskTerminal
 from manager.errors import InvalidRequest, InvalidTaskId, NotFound, TooLarge
 from manager.model import check_task_id
 
@@ -196,8 +196,13 @@ def check_command(command: TaskCommand) -> None:
             base64.b64decode(command.stdin_base64, validate=True)
         except ValueError:  # binascii.Error, and text that is not ASCII
             raise InvalidRequest("stdin_base64 is no base64", field="stdin_base64") from None
+    check_scope(command)
+
+
+def check_scope(asked: TaskCommand | TaskTerminal) -> None:
+    """Raises InvalidRequest for what no profile or region can be called."""
     for field in ("profile", "region"):
-        value = getattr(command, field)
+        value = getattr(asked, field)
         if value is not None and not 1 <= len(value) <= 63:
             raise InvalidRequest(f"{field} must have 1 to 63 characters", field=field)
 

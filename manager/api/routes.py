@@ -11,7 +11,7 @@ from aiohttp import web
 
 from executor import wire
 from manager import __version__
-from manager.api import operators, tasks
+from manager.api import operators, sockets, tasks
 from manager.api.docs_page import page
 from manager.api.openapi import document
 from manager.api.server import DOCUMENTS, SERVICES, Documents, Route, expectation, guard
@@ -29,12 +29,14 @@ from manager.api.wire import (
     StreamEvent,
     TargetList,
     TaskCommand,
+    TaskTerminal,
 )
 from manager.model import Role
 
 # Ids are matched as whole path segments: aiohttp's own `{id}` takes no braces, and an empty id has its own refusal.
 _TASK: Final = "/sandbox/task/{task_id:[^/]*}"
 _PROCESS: Final = _TASK + "/processes/{process_id:[^/]+}"
+_TERMINAL: Final = _TASK + "/terminals/{terminal_id:[^/]+}"
 
 _PROVISIONING: Final = (
     "invalid_task_id", "unknown_profile", "profile_mismatch", "sandbox_replaced", "no_target_in_region",
@@ -60,6 +62,32 @@ ROUTES: Final[tuple[Route, ...]] = (
         summary="Run a command in the task's sandbox, provisioned now if need be. Accept: application/x-ndjson or "
         "application/vnd.sojourn.frames streams its events.",
         request=TaskCommand, replies={200: CommandResult}, stream=StreamEvent, errors=_RUNNING,
+    ),
+    Route(
+        method="GET", path=_TASK + "/exec", handler=sockets.run_socket,
+        summary="Run a command over a WebSocket: the exec body is the first frame, input, signals and output share it.",
+        query={"stdout_offset": "where a joined command's output is to begin", "stderr_offset": "likewise"},
+        replies={101: None}, errors=_RUNNING,
+    ),
+    Route(
+        method="POST", path=_TASK + "/terminals", handler=tasks.open_terminal,
+        summary="Open a terminal: a process on a pseudo-terminal that outlives the connections to it.",
+        request=TaskTerminal, replies={201: wire.TerminalInfo, 200: wire.TerminalInfo}, errors=_RUNNING,
+    ),
+    Route(
+        method="GET", path=_TASK + "/terminals", handler=tasks.forward, summary="The sandbox's terminals.",
+        replies={200: wire.TerminalList}, errors=_FINDING,
+    ),
+    Route(
+        method="GET", path=_TERMINAL, handler=sockets.terminal_call,
+        summary="A terminal's state; upgraded to a WebSocket, a connection to it.",
+        query={"offset": "the first byte to replay; default: that of the last screens",
+               "mode": "control (the default; takes over) or view"},
+        replies={101: None, 200: wire.TerminalInfo}, errors=(*_FINDING, "shutting_down"),
+    ),
+    Route(
+        method="DELETE", path=_TERMINAL, handler=tasks.forward,
+        summary="Hang up, end the terminal's whole tree and forget it.", replies={204: None}, errors=_FINDING,
     ),
     Route(
         method="POST", path=_TASK + "/processes", handler=tasks.start_process, summary="Start a background process.",

@@ -13,7 +13,7 @@ from manager.config import ManagerConfig
 from manager.metrics import Metrics
 from manager.model import Binding, Owner, Principal, Role
 from manager.services.pool import PoolView
-from manager.services.tasks import TaskExecAnswer, TaskForward, TaskStream, TaskView
+from manager.services.tasks import TaskExecAnswer, TaskForward, TaskSocket, TaskStream, TaskView
 from manager.store.base import KeyRecord
 
 
@@ -88,6 +88,23 @@ class TaskService(Protocol):
         pod_expected: str | None = None,
         wait_sec: float | None = 0.0,
     ) -> AbstractAsyncContextManager[TaskForward]: ...
+
+    def exec_socket(
+        self,
+        principal: Principal,
+        task_id: str,
+        request: ExecRequest,
+        query: str = "",
+        *,
+        profile: str | None = None,
+        region: str | None = None,
+        idempotency_key: str | None = None,
+        pod_expected: str | None = None,
+    ) -> AbstractAsyncContextManager[TaskSocket]: ...
+
+    def terminal_socket(
+        self, principal: Principal, task_id: str, terminal_id: str, query: str, *, pod_expected: str | None = None
+    ) -> AbstractAsyncContextManager[TaskSocket]: ...
 
     async def get(self, principal: Principal, task_id: str) -> TaskView: ...
 

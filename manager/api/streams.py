@@ -106,5 +106,19 @@ class Frames:
         return wire.event_frame(event)
 
 
+class Messages:
+    """One WebSocket message an event: type byte and payload."""
+
+    @staticmethod
+    def output(piece: wire.OutputFrame) -> bytes:
+        return wire.output_message(piece.stream, piece.offset, piece.data)
+
+    @staticmethod
+    def plain(event: PlainEvent | wire.Gap) -> bytes:
+        if isinstance(event, CommandStarted):
+            return bytes([wire.FRAME_STARTED]) + _ENCODER.encode(event)
+        return wire.event_message(event)
+
+
 def _line(event: msgspec.Struct) -> bytes:
     return _ENCODER.encode(event) + b"\n"

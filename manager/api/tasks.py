@@ -17,6 +17,7 @@ from executor.wire import Gap as GapEvent
 from executor.wire import Started as StartedEvent
 from manager.api.parsing import (
     body_stream,
+    check_scope,
     idempotency_key,
     if_pod,
     no_query,
@@ -24,6 +25,7 @@ from manager.api.parsing import (
     raw_query,
     read_body,
     read_command,
+    read_json,
     segment,
     task_id_of,
 )
@@ -49,7 +51,9 @@ from manager.api.wire import (
     SandboxList,
     SandboxState,
     TaskCommand,
+    TaskTerminal,
     exec_request,
+    terminal_request,
 )
 from manager.errors import InvalidRequest, NotFound, OutcomeUnknown, ScopeRequired, Unauthenticated
 from manager.model import Owner
@@ -68,7 +72,7 @@ _SENT_ON: Final = ("Accept", "Content-Length", "Content-Type", "If-Match", "If-N
 MAX_WAIT_SEC: Final = 3600
 
 
-def _task_id(request: web.BaseRequest) -> str:
+def task_id_in(request: web.BaseRequest) -> str:
     return task_id_of(segment(request, _TASK_SEGMENT))
 
 
@@ -76,7 +80,7 @@ def _task_id(request: web.BaseRequest) -> str:
 
 
 async def run_command(request: web.Request) -> web.StreamResponse:
-    services, task_id = request.app[SERVICES], _task_id(request)
+    services, task_id = request.app[SERVICES], task_id_in(request)
     command = await read_command(request, EXEC_BODY_BYTES, services.config.body_timeout_sec)
     accept = request.headers.get("Accept", "")
     if FRAMES_TYPE in accept:
@@ -138,7 +142,7 @@ async def _send_events(
         elif isinstance(event, GapEvent):
             data = renderer.gap(event)
         elif isinstance(event, StartedEvent):
-            data = renderer.plain(_started(event, facts))
+            data = renderer.plain(started(event, facts))
         else:
             data = renderer.plain(event)
         if data:
@@ -150,7 +154,7 @@ async def _send_events(
     raise OutcomeUnknown("the stream ended before the command did; ask for the process by its id", id=process_id)
 
 
-def _started(event: StartedEvent, facts: SandboxFacts) -> CommandStarted:
+def started(event: StartedEvent, facts: SandboxFacts) -> CommandStarted:
     return CommandStarted(
         id=event.id,
         pid=event.pid,
@@ -169,16 +173,29 @@ def _started(event: StartedEvent, facts: SandboxFacts) -> CommandStarted:
 
 
 async def start_process(request: web.Request) -> web.StreamResponse:
-    services, task_id = request.app[SERVICES], _task_id(request)
+    services, task_id = request.app[SERVICES], task_id_in(request)
     no_query(request)
     command = await read_command(request, EXEC_BODY_BYTES, services.config.body_timeout_sec)
     body, terms = _ENCODE(exec_request(command)), _terms(request, command)
     return await _pass_on(request, services, task_id, "/v1/processes", "", {}, body, terms)
 
 
+async def open_terminal(request: web.Request) -> web.StreamResponse:
+    services, task_id = request.app[SERVICES], task_id_in(request)
+    no_query(request)
+    asked = await read_json(request, TaskTerminal, EXEC_BODY_BYTES, services.config.body_timeout_sec)
+    check_scope(asked)
+    body = _ENCODE(terminal_request(asked))
+    terms: dict[str, Any] = {
+        "profile": asked.profile, "region": asked.region, "idempotency_key": idempotency_key(request),
+        "pod_expected": if_pod(request),
+    }  # fmt: skip
+    return await _pass_on(request, services, task_id, "/v1/terminals", "", {}, body, terms)
+
+
 async def forward(request: web.Request) -> web.StreamResponse:
     """The call as it is, its body and the answer's streamed in constant memory."""
-    services, task_id = request.app[SERVICES], _task_id(request)
+    services, task_id = request.app[SERVICES], task_id_in(request)
     path, query = _executor_path(request), raw_query(request)
     sent = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
     terms: dict[str, Any] = {"pod_expected": if_pod(request), "wait_sec": _wait_sec(query)}
@@ -197,7 +214,7 @@ async def forward(request: web.Request) -> web.StreamResponse:
 def _executor_path(request: web.BaseRequest) -> str:
     """The executor's path for one of the table's: nothing that stands in a URL is passed on unchecked."""
     parts = request.rel_url.raw_path.split("/")[_TASK_SEGMENT + 1 :]
-    if parts[0] == "processes" and len(parts) > 1:
+    if parts[0] in ("processes", "terminals") and len(parts) > 1:
         process_id_of(parts[1])
     return "/v1/" + "/".join(parts)
 
@@ -260,7 +277,7 @@ def _safe(headers: Mapping[str, str]) -> dict[str, str]:
 async def get_task(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     no_query(request)
-    return json_reply(_state(services, await services.tasks.get(request[PRINCIPAL], _task_id(request))))
+    return json_reply(_state(services, await services.tasks.get(request[PRINCIPAL], task_id_in(request))))
 
 
 async def retire_task(request: web.Request) -> web.Response:
@@ -268,7 +285,7 @@ async def retire_task(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = await _retirer(request, services)
     no_query(request)
-    await services.tasks.retire(owner, _task_id(request))
+    await services.tasks.retire(owner, task_id_in(request))
     return web.Response(status=204)
 
 

@@ -95,6 +95,21 @@ def exec_request(command: TaskCommand) -> wire.ExecRequest:
     return wire.ExecRequest(**{name: getattr(command, name) for name in _EXEC_FIELDS})
 
 
+class TaskTerminal(wire.TerminalRequest, frozen=True):
+    """A new terminal in a task's sandbox: the executor's body, and what may be said about the sandbox."""
+
+    profile: str | None = None
+    region: str | None = None
+
+
+_TERMINAL_FIELDS: Final = wire.TerminalRequest.__struct_fields__
+
+
+def terminal_request(asked: TaskTerminal) -> wire.TerminalRequest:
+    """What goes to the executor."""
+    return wire.TerminalRequest(**{name: getattr(asked, name) for name in _TERMINAL_FIELDS})
+
+
 class CreateKey(wire.Request, frozen=True):
     """A new API key of the caller's project (for a platform key: of the project that it names)."""
 

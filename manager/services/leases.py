@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 FLUSH_SEC: Final = 0.05  # writes of one sandbox are at least this far apart
 HEARTBEATS: Final = 4  # in each active lease, so that three may be lost
 HOLDER_BEAT_SEC: Final = 20.0  # and one in this: the store takes a silent manager for dead after three
+LINGER_SEC: Final = 1.0  # a connection's traffic counts as work for so long
 MAX_BATCH: Final = 1000  # sandboxes in one round trip
 _SWEEP_SEC: Final = 60.0
 
@@ -58,6 +59,40 @@ class Operation:
         self._held.operations -= 1
         if self._held.operations == 0:
             self._leases.changed(self._sandbox_id)
+
+
+class Traffic:
+    """Counts as an operation while something passes, and a moment longer: so a terminal that nobody uses renews
+    nothing, and one that somebody types into does not write at every key."""
+
+    def __init__(self, operation: Callable[[], Operation]) -> None:
+        self._operation = operation
+        self._loop = asyncio.get_running_loop()
+        self._held: Operation | None = None
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def passed(self) -> None:
+        self._last = self._loop.time()
+        if self._held is None:
+            self._held = self._operation()
+            self._held.__enter__()
+            self._timer = self._loop.call_later(LINGER_SEC, self._look)
+
+    def _look(self) -> None:
+        left = self._last + LINGER_SEC - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__(None, None, None)
 
 
 class Leases:

@@ -15,7 +15,7 @@ from typing import Final
 
 from manager.errors import ManagerError
 from manager.executor_client import ExecutorClient
-from manager.model import Binding, BindingState
+from manager.model import Binding, BindingState, LeaseTerms
 from manager.services.leases import Leases
 from manager.services.pods import PodWatch
 from manager.services.sandboxes import Sandboxes
@@ -85,12 +85,12 @@ class Reaper:
                     self._leases.changed(sandbox_id)  # its renewal is late, not its work over
                     return
                 if self._sandboxes.ended(binding.pod) is None:
-                    working = await self._works(binding)
+                    working = await self._works(binding, lease.terms)
                     if working is None:
                         return
                     if working:
                         self.spared += 1
-                        await self._store.extend_lease(sandbox_id, lease.terms.active_sec)
+                        await self._store.extend_lease(sandbox_id, working)
                         return
             ended = self._sandboxes.ended(binding.pod)
             if await self._sandboxes.end(binding, ended.reason if ended else "expired", if_expired=True):
@@ -98,15 +98,19 @@ class Reaper:
                 age_sec = round(time.time() - binding.created_at)
                 log.info("sandbox_expired", extra={"sandbox": sandbox_id, "pod": binding.pod, "age_sec": age_sec})
 
-    async def _works(self, binding: Binding) -> bool | None:
-        """Whether anything runs in the sandbox's pod; None: it cannot be said yet."""
+    async def _works(self, binding: Binding, terms: LeaseTerms) -> float | None:
+        """How many seconds more the sandbox is to live for what its pod does: 0 where that is nothing; None: it cannot
+        be said yet."""
         try:
             info = await self._client.lease(self._sandboxes.bound_of(binding).pod)
         except ManagerError as why:
             watch = self._watches.get(binding.target)
             if watch is not None and await watch.provider.get(binding.pod) is None:
-                return False
+                return 0.0
             silent = self._silent[binding.sandbox_id] = self._silent.get(binding.sandbox_id, 0) + 1
             log.warning("executor_silent", extra={"pod": binding.pod, "why": why.message, "times": silent})
-            return None if silent < _MAX_SILENT else False
-        return info.running > 0 or info.operations > 0
+            return None if silent < _MAX_SILENT else 0.0
+        if info.running > 0 or info.operations > 0:
+            return terms.active_sec
+        # A terminal is work while it shows something, also to nobody: it lives on for what is left of the idle length.
+        return max(0.0, terms.idle_sec - info.quiet_for_sec) if info.terminals else 0.0

@@ -8,13 +8,14 @@ nothing is run twice.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from typing import Final, Literal
+from functools import partial
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from executor.wire import ExecRequest, ExecResult, FrameEvent, bad_field
+from executor.wire import FRAME_START, ExecRequest, ExecResult, FrameEvent, TerminalRequest, bad_field
 from manager.errors import (
     ExecutorUnreachable,
     InvalidRequest,
@@ -27,15 +28,19 @@ from manager.errors import (
 from manager.executor_answers import ExecutorNotReached
 from manager.executor_client import STREAM_IDLE_SEC, ExecutorClient, ForwardedResponse
 from manager.model import Binding, BindingState, Owner, PodEnded, Principal
+from manager.pod_socket import PodSocket
 from manager.services.idempotency import Marks, Once
-from manager.services.leases import Leases
+from manager.services.leases import Leases, Traffic
 from manager.services.sandboxes import Bound, Provisioned, Sandboxes, Workspace, gone, when
 from manager.store.base import Store
 
 _PROVIDES: Final = frozenset({"POST", "PUT"})
-_ROOTS: Final = frozenset({"processes", "files", "usage"})
+_ROOTS: Final = frozenset({"processes", "terminals", "files", "usage"})
 _MAX_WAIT_SEC: Final = 86_400.0
+_STARTING: Final = frozenset({"/v1/processes", "/v1/terminals"})
 _EXEC_REQUEST: Final = msgspec.json.Decoder(ExecRequest)
+_TERMINAL_REQUEST: Final = msgspec.json.Decoder(TerminalRequest)
+T = TypeVar("T")
 
 
 class Previous(msgspec.Struct, frozen=True):
@@ -64,6 +69,15 @@ class TaskStream(msgspec.Struct, frozen=True):
     facts: SandboxFacts
     process_id: str
     events: AsyncIterator[FrameEvent]  # ends with Exit, or raises OutcomeUnknown
+
+
+class TaskSocket(msgspec.Struct, frozen=True):
+    """A WebSocket into a task's pod."""
+
+    facts: SandboxFacts
+    socket: PodSocket
+    traffic: Callable[[], None]  # to be called for everything real that passes: that is what renews the lease
+    check: Callable[[], None]  # raises SandboxGone where the pod's time is over
 
 
 class TaskForward(msgspec.Struct, frozen=True):
@@ -202,14 +216,12 @@ class TaskSessions:
         if len(parts) < 3 or parts[:2] != ["", "v1"] or parts[2] not in _ROOTS:
             raise NotFound(f"there is no {path[:100]!r} in a sandbox")
         owner = principal.owner
-        starts = method == "POST" and path == "/v1/processes"
+        starts = method == "POST" and path in _STARTING
         once: Once | None = None
         if starts:
-            request = _exec_request(body)
-            once = self._once(owner, task_id, idempotency_key, "process", request)
-            body = msgspec.json.encode(once.request)
+            body, once = self._started_once(owner, task_id, path, idempotency_key, body)
             headers = {"Content-Type": "application/json"}
-        provides = method in _PROVIDES and (starts or parts[2] != "processes")
+        provides = method in _PROVIDES and (starts or parts[2] not in ("processes", "terminals"))
         works = method in ("POST", "PUT", "DELETE") or (method == "GET" and path == "/v1/files")
         idle_sec = None if wait_sec is None else STREAM_IDLE_SEC + min(wait_sec, _MAX_WAIT_SEC)
         given = _Given(body)
@@ -242,6 +254,62 @@ class TaskSessions:
                     yield TaskForward(_facts(bound), response)
                     return
 
+    # ── both ways at once ───────────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def exec_socket(
+        self,
+        principal: Principal,
+        task_id: str,
+        request: ExecRequest,
+        query: str = "",
+        *,
+        profile: str | None = None,
+        region: str | None = None,
+        idempotency_key: str | None = None,
+        pod_expected: str | None = None,
+    ) -> AsyncIterator[TaskSocket]:
+        """As `stream`, over a WebSocket on which the command was started: what comes is its events, what goes its
+        input and signals. The command is work for as long as the connection lasts."""
+        owner = principal.owner
+        once = self._once(owner, task_id, idempotency_key, "exec", request)
+        async with AsyncExitStack() as stack:
+            for last in (False, True):
+                bound = await self._bound(owner, task_id, profile, region, pod_expected)
+                with self._sandboxes.operation(bound):
+                    await once.prepare(bound)
+                    try:
+                        opening = self._client.socket(bound.pod, "/v1/exec", query, asked_id=once.request.id)
+                        socket = await stack.enter_async_context(opening)
+                    except ExecutorNotReached:
+                        if last or not await self._replaceable(bound, once):
+                            raise
+                        continue
+                    await socket.send(FRAME_START, msgspec.json.encode(once.request))
+                    check = partial(self._check_current, bound, once.request.id)
+                    yield TaskSocket(_facts(bound), socket, _nothing, check)
+                    return
+
+    @asynccontextmanager
+    async def terminal_socket(
+        self, principal: Principal, task_id: str, terminal_id: str, query: str, *, pod_expected: str | None = None
+    ) -> AsyncIterator[TaskSocket]:
+        """A connection to a terminal that is there. It is no work by itself: traffic is.
+
+        Raises NotFound, SandboxGone, ExecutorRefused."""
+        bound = await self._existing(principal.owner, task_id, pod_expected, renew=False)
+        async with AsyncExitStack() as stack:
+            try:
+                opening = self._client.socket(bound.pod, f"/v1/terminals/{terminal_id}", query)
+                socket = await stack.enter_async_context(opening)
+            except ExecutorNotReached:
+                if not await self._sandboxes.check_gone(bound):
+                    raise
+                raise gone(self._sandboxes.ended(bound.binding.pod)) from None
+            traffic = Traffic(lambda: self._sandboxes.operation(bound))
+            stack.callback(traffic.close)
+            yield TaskSocket(_facts(bound), socket, traffic.passed, partial(self._check_current, bound, None))
+
     # ── the task itself ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def get(self, principal: Principal, task_id: str) -> TaskView:
@@ -262,6 +330,21 @@ class TaskSessions:
         await self._sandboxes.retire(owner, task_id)
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _started_once(
+        self, owner: Owner, task_id: str, path: str, key: str | None, body: AsyncIterator[bytes] | bytes | None
+    ) -> tuple[bytes, Once]:
+        """The body of a call that starts something, with the id that keeps it from being started twice."""
+        if path == "/v1/processes":
+            once = self._once(owner, task_id, key, "process", _decoded(_EXEC_REQUEST, body, "process to start"))
+            return msgspec.json.encode(once.request), once
+        asked = _decoded(_TERMINAL_REQUEST, body, "terminal to open")
+        program = ExecRequest(
+            command=["-"] if asked.command is None else asked.command, cwd=asked.cwd, env=asked.env, user=asked.user,
+            id=asked.id,
+        )  # fmt: skip
+        once = self._once(owner, task_id, key, "terminal", program)
+        return msgspec.json.encode(msgspec.structs.replace(asked, id=once.request.id)), once
 
     def _once(self, owner: Owner, task_id: str, key: str | None, kind: str, request: ExecRequest) -> Once:
         if (bad := bad_field(request)) is not None:
@@ -365,6 +448,10 @@ class TaskSessions:
         return info.running > 0
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Given:
     """A caller's body, and whether any of it has gone to a pod."""
 
@@ -381,14 +468,14 @@ class _Given:
             yield chunk
 
 
-def _exec_request(body: AsyncIterator[bytes] | bytes | None) -> ExecRequest:
+def _decoded(decoder: msgspec.json.Decoder[T], body: AsyncIterator[bytes] | bytes | None, what: str) -> T:
     """Raises InvalidRequest."""
     if not isinstance(body, bytes):
-        raise InvalidRequest("a process is started with a JSON body", field="command")
+        raise InvalidRequest(f"the body must be JSON: a {what}", field="command")
     try:
-        return _EXEC_REQUEST.decode(body)
+        return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as why:
-        raise InvalidRequest(f"the body is no process to start: {str(why)[:300]}") from None
+        raise InvalidRequest(f"the body is no {what}: {str(why)[:300]}") from None
 
 
 def _facts(bound: Bound) -> SandboxFacts:

@@ -11,9 +11,13 @@ import msgspec
 from aiohttp import web
 
 from executor.wire import (
+    CHUNK_BYTES,
+    FRAME_STDIN,
+    FRAME_STDIN_EOF,
     FRAMES_TYPE,
     LEASE_HEADER,
     POD_HEADER,
+    PROTOCOL,
     BindRequest,
     ErrorBody,
     ErrorReply,
@@ -26,9 +30,13 @@ from executor.wire import (
     ProcessInfo,
     ResourceUse,
     Started,
+    TerminalInfo,
+    TerminalRequest,
     event_frame,
+    event_message,
     frame,
     output_frame_header,
+    output_message,
 )
 
 _USE = ResourceUse(user_ms=0.1, system_ms=0.1, max_rss_bytes=1 << 20)
@@ -74,6 +82,7 @@ class FakeExecutor:
         self.pushed: list[LeaseRequest] = []
         self.running = 0  # background work that the lease tells of
         self.operations = 0
+        self.quiet_for_sec = 0.0
         self.before_exec: Callable[[], Awaitable[None]] | None = None
         self.before_bind: Callable[[], Awaitable[None]] | None = None
         self._outcomes: dict[str, tuple[bytes, asyncio.Future[ExecResult]]] = {}
@@ -81,11 +90,19 @@ class FakeExecutor:
         self.waiting = asyncio.Event()  # a ["wait"] has begun
         self._runner: web.AppRunner | None = None
         self.files: dict[str, bytes] = {}
+        self.terminals: dict[str, TerminalRequest] = {}
+        self.messages: list[bytes] = []  # what came over WebSockets
+        self.closed_with: list[int | None] = []  # how the manager ended them
+        self.says: list[bytes] = []  # sent to every terminal's connection at its start, whatever it is
+        self.sockets: list[web.WebSocketResponse] = []
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])
         app.router.add_post("/v1/bind", self._bind)
         app.router.add_post("/v1/exec", self._exec)
+        app.router.add_get("/v1/exec", self._exec_socket)
+        app.router.add_post("/v1/terminals", self._open_terminal)
+        app.router.add_get("/v1/terminals/{id}", self._terminal)
         app.router.add_get("/v1/lease", self._lease)
         app.router.add_post("/v1/lease", self._push)
         app.router.add_get("/healthz", self._health)
@@ -185,7 +202,8 @@ class FakeExecutor:
                 boot_id="boot",
                 operations=self.operations,
                 running=self.running,
-                quiet_for_sec=0.0,
+                terminals=len(self.terminals),
+                quiet_for_sec=self.quiet_for_sec,
                 quiet_left_sec=None,
                 hard_left_sec=None,
                 unclaimed_left_sec=None,
@@ -205,6 +223,59 @@ class FakeExecutor:
             return refuse(422, "idempotency_mismatch", "the id is taken")
         info = ProcessInfo(id=body.id or "", pid=42, state="running", command=body.command, started_at=AT)
         return web.Response(status=201, body=msgspec.json.encode(info), content_type="application/json")
+
+    async def _exec_socket(self, request: web.Request) -> web.StreamResponse:
+        """["cat"] echoes its input until the end of it; anything else ends at once."""
+        ws = await self._upgraded(request)
+        body = msgspec.json.decode((await ws.receive()).data[1:], type=ExecRequest)
+        self.runs.append(body)
+        await ws.send_bytes(event_message(Started(id=body.id or "", pid=42)))
+        if body.command == ["cat"]:
+            await self._echo(ws)
+        if not ws.closed:
+            await ws.send_bytes(event_message(exit_of(result_of(body))))
+        await ws.close(code=1000)
+        self.closed_with.append(ws.close_code)
+        return ws
+
+    async def _open_terminal(self, request: web.Request) -> web.StreamResponse:
+        body = msgspec.json.decode(await request.read(), type=TerminalRequest)
+        self.terminals[body.id or ""] = body
+        info = TerminalInfo(
+            id=body.id or "", pid=42, state="running", command=["sh"], cols=body.cols, rows=body.rows, started_at=AT,
+        )  # fmt: skip
+        return web.Response(status=201, body=msgspec.json.encode(info), content_type="application/json")
+
+    async def _terminal(self, request: web.Request) -> web.StreamResponse:
+        """Echoes what is typed until the end of input."""
+        if request.match_info["id"] not in self.terminals:
+            return refuse(404, "not_found", "no such terminal")
+        ws = await self._upgraded(request)
+        await ws.send_bytes(event_message(Started(id=request.match_info["id"], pid=42, joined=True)))
+        for message in self.says:
+            await ws.send_bytes(message)
+        await self._echo(ws)
+        if not ws.closed:
+            await ws.send_bytes(event_message(exit_of(result_of(ExecRequest(command=["sh"])))))
+        await ws.close(code=1000)
+        self.closed_with.append(ws.close_code)
+        return ws
+
+    async def _upgraded(self, request: web.Request) -> web.WebSocketResponse:
+        ws = web.WebSocketResponse(protocols=(PROTOCOL,), max_msg_size=32 << 20)
+        await ws.prepare(request)
+        self.sockets.append(ws)
+        return ws
+
+    async def _echo(self, ws: web.WebSocketResponse) -> None:
+        offset = 0
+        async for message in ws:
+            self.messages.append(message.data)
+            if message.data[0] == FRAME_STDIN_EOF:
+                return
+            if message.data[0] == FRAME_STDIN:
+                await ws.send_bytes(output_message("stdout", offset, message.data[1 : 1 + CHUNK_BYTES]))
+                offset += len(message.data[1 : 1 + CHUNK_BYTES])
 
     async def _process(self, request: web.Request) -> web.StreamResponse:
         return refuse(404, "not_found", "no such process")

@@ -11,7 +11,7 @@ from manager.api.routes import ROUTES
 from manager.api.server import SCOPE_HEADERS, Route
 from manager.api.wire import API_KEY_HEADER, PROJECT_HEADER, TENANT_HEADER
 from manager.model import Owner, Role
-from tests.support.api import CLEANUP, Api, Reply, api
+from tests.support.api import CLEANUP, PLACES, Api, Reply, api
 from tests.support.world import ACME, SHOP
 
 CLOSED = [route for route in ROUTES if not route.open]
@@ -55,7 +55,7 @@ async def test_nobody_gets_in_without_a_valid_key(surface: Api, route: Route) ->
 @every_closed
 async def test_a_key_counts_only_in_its_own_header(surface: Api, route: Route) -> None:
     key = surface.keys["admin"]
-    path = route.template.format(task_id="t", process_id="p", sandbox_id="s", key_id="k")
+    path = route.template.format(**PLACES)
     in_query = await surface.call(route.method, f"{path}?api_key={key}&X-Api-Key={key}", role=None)
     in_bearer = await surface.call(route.method, path, role=None, headers={"Authorization": f"Bearer {key}"})
     in_cookie = await surface.call(route.method, path, role=None, headers={"Cookie": f"X-Api-Key={key}"})
@@ -64,7 +64,7 @@ async def test_a_key_counts_only_in_its_own_header(surface: Api, route: Route) -
 
 @every_closed
 async def test_two_keys_in_one_request_are_refused(surface: Api, route: Route) -> None:
-    path = route.template.format(task_id="t", process_id="p", sandbox_id="s", key_id="k")
+    path = route.template.format(**PLACES)
     headers = [(API_KEY_HEADER, surface.keys["foreign"])]
     reply = await surface.call(route.method, path, role="member", headers=headers)
     assert reply.status == 400
@@ -169,11 +169,13 @@ async def test_a_foreign_thing_is_answered_exactly_as_one_that_does_not_exist(su
         await surface.services.tenants.authenticate(surface.keys["admin"]), None, None, None
     )
     _, record = await surface.services.tenants.issue_key(admin, Role.MEMBER, "mine")
-    places = {"task_id": "mine", "process_id": "p", "sandbox_id": binding.sandbox_id, "key_id": record.key_id}
-    missing = {"task_id": "none", "process_id": "q", "sandbox_id": "s" * 26, "key_id": "b" * 26}
+    mine = {"task_id": "mine", "process_id": "p", "sandbox_id": binding.sandbox_id, "key_id": record.key_id}
+    none = {"task_id": "none", "process_id": "q", "sandbox_id": "s" * 26, "key_id": "b" * 26}
+    places, missing = PLACES | mine, PLACES | none
     tried = 0
     for route in CLOSED:
-        if "{" not in route.template or (route.method in ("POST", "PUT") and "not_found" not in route.errors):
+        provides = route.method in ("POST", "PUT") or 101 in route.replies
+        if "{" not in route.template or (provides and "not_found" not in route.errors):
             continue  # no id in it, or it provides: in the caller's own project
         body = b"{}" if route.request is not None else None
         foreign = await surface.call(route.method, route.template.format(**places), role=role, body=body)

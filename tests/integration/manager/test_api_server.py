@@ -56,7 +56,7 @@ async def test_a_path_that_is_not_there_is_not_found_with_or_without_a_key(surfa
 async def test_a_method_that_a_path_does_not_know_is_told_which_it_does(surface: Api) -> None:
     reply = await surface.call("PATCH", "/sandbox/task/t/exec")
     assert (reply.status, reply.code) == (405, "invalid_request")
-    assert reply.headers["Allow"] == "POST"
+    assert reply.headers["Allow"] == "GET, POST"
 
 
 @pytest.mark.parametrize(
