@@ -8,12 +8,11 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
-from types import SimpleNamespace
-from typing import cast
+from unittest.mock import MagicMock
 
 import pytest
 
-from executor.app import Services, routes_of
+from executor.app import routes_of
 from tests.support.executors import IS_ROOT, TOKEN, Executor, processes_with, until
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -46,8 +45,7 @@ def split(pod: Executor) -> Executor:
 async def test_every_route_but_health_needs_the_token(pod: Executor) -> None:
     _, listed = await pod.call("GET", "/healthz")
     assert listed == {"status": "ok", "message": None}
-    services = cast(Services, SimpleNamespace(processes=None, files=None, usage=None, lease=None))
-    routes = [(route.method, route.path.replace("{id}", "x")) for route in routes_of(services)]
+    routes = [(route.method, route.path.replace("{id}", "x")) for route in routes_of(MagicMock())]
     assert len(routes) > 15
     for method, path in [*routes, ("GET", "/nothing/here")]:
         if path in ("/healthz", "/readyz"):
