@@ -132,7 +132,7 @@ class Command:
 
     def start(self) -> None:
         """Hands the command to a spawn helper; `launched` then says whether it runs. Raises RateLimited, TooLarge."""
-        request, loop = self.request, self.host.loop
+        request = self.request
         argv, script_text = self._argv()
         env = self.host.environment(self.user, request.env)
         _check_arguments(argv, env)
@@ -160,6 +160,10 @@ class Command:
             raise RateLimited(f"no descriptors or memory left for another command: {why.strerror}") from why
         if eager:
             self._arm_pumps()
+        self._start_clocks()
+
+    def _start_clocks(self) -> None:
+        request, loop = self.request, self.host.loop
         if request.timeout_sec is not None:
             self._timers["timeout"] = loop.call_later(request.timeout_sec, self._timed_out)
         if request.no_output_timeout_sec is not None:

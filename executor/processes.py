@@ -77,6 +77,27 @@ class Processes:
         self, request: ExecRequest, *, background: bool = False, streamed: bool = False, interactive: bool = False
     ) -> tuple[Command, bool]:
         """(the command, whether it was there already under its id). Raises what `request` makes impossible."""
+
+        def make(id: str) -> Command:
+            user = self._users.get(request.user)
+            command = Command(
+                self, request, id, user, self.directory(request.cwd), background=background, streamed=streamed,
+                interactive=interactive,
+            )  # fmt: skip
+            command.start()
+            if background:
+                command.spill_to_disk()
+            return command
+
+        return self.admit(request, background, make)
+
+    def directory(self, cwd: str | None) -> str:
+        """The working directory that a request means."""
+        return self._config.workspace if cwd is None else os.path.join(self._config.workspace, cwd)
+
+    def admit(self, request: ExecRequest, kind: bool | str, make: Callable[[str], Command]) -> tuple[Command, bool]:
+        """As `start`, for any kind of command: `make` gets the id and returns it started. A request joins the command
+        of its id only where both are of one `kind`."""
         bad = bad_field(request)
         if bad is not None:
             raise InvalidRequest(f"{bad[0]} {bad[1]}", field=bad[0])
@@ -87,7 +108,7 @@ class Processes:
                 raise InvalidRequest("stdin_base64 is not base64", field="stdin_base64") from None
         id = request.id
         if id is not None:
-            fingerprint = hashlib.blake2b(_ENCODER.encode((request, background)), digest_size=16).digest()
+            fingerprint = hashlib.blake2b(_ENCODER.encode((request, kind)), digest_size=16).digest()
             present = self._commands.get(id)
             if present is not None:
                 if self._fingerprints[id] != fingerprint:
@@ -102,14 +123,7 @@ class Processes:
             raise RateLimited(
                 f"{self.running} commands run here already, as many as may", limit=self._config.max_running
             )
-        user = self._users.get(request.user)
-        cwd = os.path.join(self._config.workspace, request.cwd) if request.cwd is not None else self._config.workspace
-        command = Command(
-            self, request, id, user, cwd, background=background, streamed=streamed, interactive=interactive
-        )
-        command.start()
-        if background:
-            command.spill_to_disk()
+        command = make(id)
         self._commands[id] = command
         self._fingerprints[id] = fingerprint
         self.running += 1

@@ -50,18 +50,34 @@ def everything() -> dict[int, Seen]:
 
 def members(seq: int, leader: int) -> dict[int, Seen]:
     """The living processes of command `seq`; `leader` is its first process's pid, 0 where unknown. Zombies are none."""
+    # Without a mark (a kernel that does not show it, a program that changed it) the leader's session has to do;
+    # with another command's mark it never does: the leader's pid may be another's by now.
+    return _found(lambda one, mark: mark == seq or (not mark and bool(leader) and leader in (one.pid, one.session)))
+
+
+def call_members(seq: int, shell: int, shell_seq: int, since: int) -> dict[int, Seen]:
+    """The living processes of one command of a session, without the session's shell, pid `shell`.
+
+    They carry the command's own mark, or, where the shell cannot set one, the shell's and began at `since` (clock
+    ticks since boot) or later."""
+
+    def wanted(one: Seen, mark: int) -> bool:
+        if mark == seq:
+            return True
+        return one.start >= since and (mark == shell_seq or (not mark and one.session == shell))
+
+    return _found(wanted, spare=shell)
+
+
+def _found(is_wanted: Callable[[Seen, int], bool], spare: int = 0) -> dict[int, Seen]:
+    """The living processes that `is_wanted` (with their marks) and their descendants, but `spare` and what is only
+    its descendant."""
     living = everything()
     children: dict[int, list[int]] = {}
     for one in living.values():
         children.setdefault(one.ppid, []).append(one.pid)
     me = os.getpid()
-    wanted = []
-    for one in living.values():
-        mark = mark_of(one.pid)
-        # Without a mark (a kernel that does not show it, a program that changed it) the leader's session has to do;
-        # with another command's mark it never does: the leader's pid may be another's by now.
-        if mark == seq or (not mark and leader and leader in (one.pid, one.session)):
-            wanted.append(one.pid)
+    wanted = [one.pid for one in living.values() if one.pid != spare and is_wanted(one, mark_of(one.pid))]
     found: dict[int, Seen] = {}
     while wanted:
         pid = wanted.pop()
@@ -101,9 +117,14 @@ def send(one: Seen, number: int) -> None:
 
 def signal_tree(seq: int, leader: int, number: int) -> int:
     """Sends `number` to every process of the command; how many there were. KILL repeats until no new one shows up."""
+    return signal_found(lambda: members(seq, leader), number)
+
+
+def signal_found(find: Callable[[], dict[int, Seen]], number: int) -> int:
+    """As `signal_tree`, for what `find` finds."""
     total = 0
     for _sweep in range(50 if number == signal.SIGKILL else 1):
-        found = members(seq, leader)
+        found = find()
         if not found:
             break
         total += len(found)

@@ -76,6 +76,36 @@ class SignalRequest(Request, frozen=True):
     to: Literal["leader", "tree"] = "tree"
 
 
+class SessionRequest(Request, frozen=True):
+    """A stateful shell: bash, or sh where bash is missing."""
+
+    cwd: str | None = None  # where it starts; absolute, or relative to the workspace
+    env: dict[str, str] = {}
+    user: str | None = None
+    id: str | None = None  # the same id again joins instead of starting another
+
+
+class SessionExecRequest(Request, frozen=True):
+    """What the session's shell runs next; the fields are those of an exec body."""
+
+    command: str
+    env: dict[str, str] = {}  # for this command alone; names that a shell variable can have
+    stdin: str | None = None
+    stdin_base64: str | None = None
+    timeout_sec: float | None = None  # from when the shell begins with it, not while it waits for earlier ones
+    no_output_timeout_sec: float | None = None
+    grace_sec: float = 2.0  # from the interruption to the end of the shell itself
+    max_output_bytes: int = DEFAULT_OUTPUT_BYTES
+    merge_output: bool = False
+    encoding: Encoding = "text"
+    id: str | None = None
+    on_disconnect: Literal["continue", "kill"] = "continue"
+
+
+class InterruptRequest(Request, frozen=True):
+    escalate: bool = True  # after the command's grace_sec, also end what does not give way: in the end the shell
+
+
 class TerminalRequest(Request, frozen=True):
     """A process on a new pseudo-terminal."""
 
@@ -191,6 +221,9 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str
     duration_ms: float
     usage: ResourceUse
+    # of a command in a session only
+    ended: bool | msgspec.UnsetType = msgspec.UNSET  # the shell is gone, and its state with it
+    fresh_shell: bool | msgspec.UnsetType = msgspec.UNSET  # it began in a new shell, since the last one had ended
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +249,32 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class ProcessList(msgspec.Struct, frozen=True):
     processes: list[ProcessInfo]
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A session and its shell. A dead one's next command gets a fresh shell."""
+
+    id: str
+    state: Literal["alive", "dead"]
+    shell: str  # its program: "/usr/bin/bash"
+    pid: int | None  # the shell's; None while it is dead
+    user: str
+    started_at: str  # of the shell
+    cwd: str  # where the shell was after its last command
+    busy: bool = False  # a command runs
+    waiting: int = 0  # commands behind it
+    commands: int = 0  # begun so far, in all of the session's shells
+    exit_code: int | None = None  # of the last shell that ended
+    signal: str | None = None
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    sessions: list[SessionInfo]
+
+
+class InterruptResult(msgspec.Struct, frozen=True, kw_only=True):
+    interrupted: bool  # False: no command ran
+    id: str | None = None  # of the command
 
 
 class TerminalInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -444,6 +503,8 @@ class Exit(msgspec.Struct, frozen=True, tag="exit", kw_only=True):
     started_at: str
     duration_ms: float
     usage: ResourceUse
+    ended: bool | msgspec.UnsetType = msgspec.UNSET  # of a command in a session only, as in ExecResult
+    fresh_shell: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class StreamError(msgspec.Struct, frozen=True, tag="error", kw_only=True):
@@ -667,6 +728,19 @@ def bad_field(request: ExecRequest) -> tuple[str, str] | None:
     if request.id is not None and not PROCESS_ID.match(request.id):
         return "id", "must be 1 to 128 of A-Z a-z 0-9 . _ - and start with a letter or digit"
     return None
+
+
+# Variables that a shell does not let anybody set, and those that are no names to it (bash(1), Shell Variables).
+_SHELL_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_SHELL_OWN: Final = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "_"})
+
+
+def bad_session_env(env: Mapping[str, str]) -> str | None:
+    """As `bad_env`, for the environment of one command in a session."""
+    for name in env:
+        if not _SHELL_NAME.match(name) or name in _SHELL_OWN:
+            return f"has a name that no shell variable can have: {name[:80]!r}; give it when the session is made"
+    return bad_env(env)
 
 
 def bad_size(cols: int, rows: int) -> tuple[str, str] | None:

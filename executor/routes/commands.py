@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
 
@@ -25,6 +26,7 @@ from executor.wire import (
     Gap,
     Heartbeat,
     MiB,
+    SessionExecRequest,
     Started,
     StderrEvent,
     StdoutEvent,
@@ -35,22 +37,30 @@ from executor.wire import (
 
 EXEC_BODY_BYTES: Final = 96 * MiB  # stdin comes in it
 _ENCODER: Final = msgspec.json.Encoder()
+AnyExec = ExecRequest | SessionExecRequest
 
 
 def command_routes(processes: Processes) -> list[web.RouteDef]:
     async def run(request: web.Request) -> web.StreamResponse:
         body = await read_json(request, ExecRequest, EXEC_BODY_BYTES)
-        accept = request.headers.get("Accept", "")
-        if FRAMES_TYPE in accept:
-            return await _stream(request, processes, body, FrameWriter())
-        if NDJSON_TYPE in accept:
-            return await _stream(request, processes, body, NdjsonWriter(body.encoding == "text"))
-        command, _joined = processes.start(body)
-        with _ending_on_abort(command, body):
-            await _until_ended(command)
-        return web.Response(body=_ENCODER.encode(command.result()), content_type=JSON_TYPE)
+        return await run_and_answer(request, body, lambda streamed: processes.start(body, streamed=streamed))
 
     return [web.post("/v1/exec", run)]
+
+
+async def run_and_answer(
+    request: web.Request, body: AnyExec, start: Callable[[bool], tuple[Command, bool]]
+) -> web.StreamResponse:
+    """What `start` (given whether the answer is a stream) makes, in the form that the caller accepts."""
+    accept = request.headers.get("Accept", "")
+    if FRAMES_TYPE in accept:
+        return await _stream(request, body, start, FrameWriter())
+    if NDJSON_TYPE in accept:
+        return await _stream(request, body, start, NdjsonWriter(body.encoding == "text"))
+    command, _joined = start(False)
+    with _ending_on_abort(command, body):
+        await _until_ended(command)
+    return web.Response(body=_ENCODER.encode(command.result()), content_type=JSON_TYPE)
 
 
 class _ending_on_abort:
@@ -58,7 +68,7 @@ class _ending_on_abort:
 
     __slots__ = ("_body", "_command")
 
-    def __init__(self, command: Command, body: ExecRequest) -> None:
+    def __init__(self, command: Command, body: AnyExec) -> None:
         self._command, self._body = command, body
 
     def __enter__(self) -> None:
@@ -76,9 +86,12 @@ async def _until_ended(command: Command) -> None:
 
 
 async def _stream(
-    request: web.Request, processes: Processes, body: ExecRequest, writer: FrameWriter | NdjsonWriter
+    request: web.Request,
+    body: AnyExec,
+    start: Callable[[bool], tuple[Command, bool]],
+    writer: FrameWriter | NdjsonWriter,
 ) -> web.StreamResponse:
-    command, joined = processes.start(body, streamed=True)
+    command, joined = start(True)
     follower = Follower(command, caller=not joined)
     try:
         with _ending_on_abort(command, body):
