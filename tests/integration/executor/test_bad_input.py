@@ -81,7 +81,7 @@ def test_no_body_of_a_call_gives_a_500(executor_process: ExecutorProcess, path: 
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"null", b"[]", b'"x"', b"1e999", b"NaN", b"{}" * 2, b"\xff\xfe", b'{"\xed\xa0\x80": 1}', 
+        b"", b"{", b"null", b"[]", b'"x"', b"1e999", b"NaN", b"{}" * 2, b"\xff\xfe", b'{"\xed\xa0\x80": 1}',
         b"[" * 200_000, b'{"a":' * 50_000, b'{"command": ["true"], "timeout_sec": ' + b"9" * 5000 + b"}",
         b'{"command": "true", "env": {"A": "\\ud800"}}', b'{"command": "true", "command": 1}',
     ],
