@@ -18,6 +18,7 @@ MAX_NAME_BYTES: Final = 255  # of one component
 MAX_META_BYTES: Final = 1 << 20  # of one pax header: a sane one has a few hundred
 MAX_META_HEADERS: Final = 8  # before one member
 _MAX_RECORDS: Final = 1024
+_SKIPPED_NAMES: Final = 50
 _OCTAL_END: Final = 1 << 33  # the first size that the header's eleven octal digits cannot say
 _LAST_SEC: Final = 1 << 33  # of a modification time: the year 2242
 
@@ -80,8 +81,10 @@ class _Meta:
 class TarReader:
     """Feed it the stream in any pieces, then `finish`. Both raise TarRefused; after that it is of no use."""
 
-    def __init__(self, limits: TarLimits | None = None) -> None:
+    def __init__(self, limits: TarLimits | None = None, *, skip_outward_links: bool = False) -> None:
+        """`skip_outward_links`: symlinks that could lead out are left out and counted, not a reason to refuse all."""
         self._limits = limits or TarLimits()
+        self._skip_outward_links = skip_outward_links
         self._block = bytearray()
         self._left = 0  # bytes of the file under way
         self._padding = 0
@@ -92,6 +95,8 @@ class TarReader:
         self._zero_blocks = 0
         self.entries = 0
         self.total_bytes = 0
+        self.skipped_links = 0
+        self.skipped_names: list[bytes] = []  # the first of them
 
     def feed(self, data: bytes) -> Iterator[Member | memoryview]:
         """Members, each followed by its content in pieces."""
@@ -157,6 +162,15 @@ class TarReader:
         if self.total_bytes > self._limits.total_bytes:
             raise self._over(member.name, "bytes in all files together", self._limits.total_bytes)
         self._left, self._padding = member.size, -member.size % BLOCK_BYTES
+        why = leads_out(member.target, member.path) if member.kind == "symlink" else ""
+        if why:
+            if not self._skip_outward_links:
+                target = member.target[:80].decode("utf-8", "replace")
+                raise TarRefused(f"its target {target!r} {why}", member=member.name, fault="path")
+            self.skipped_links += 1
+            if len(self.skipped_names) < _SKIPPED_NAMES:
+                self.skipped_names.append(member.name)
+            return None
         return member
 
     def _over(self, name: bytes, what: str, limit: int) -> TarRefused:
@@ -237,7 +251,6 @@ class TarReader:
         if size:
             raise TarRefused("a link with content", member=raw)
         if kind == b"2":
-            check_target(link, parts, raw)
             return Member(parts, "symlink", 0, mode, mtime, target=link, comment=meta.comment)
         try:
             source = name_parts(link, self._limits)
@@ -276,18 +289,11 @@ def name_parts(name: bytes, limits: TarLimits) -> Parts:
     return parts
 
 
-def check_target(target: bytes, link: Parts, name: bytes) -> None:
-    """Raises TarRefused for a symlink (at `link`) that can lead out of the archive's root.
+def leads_out(target: bytes, link: Parts) -> str:
+    """Why a symlink (at `link`) could lead out of the archive's root, or "".
 
     `..` may only stand at the target's beginning: there it climbs real directories, which are counted. Behind a name
     it would climb from wherever that name, itself a link perhaps, leads."""
-    why = leads_out(target, link)
-    if why:
-        raise TarRefused(f"its target {target[:80].decode('utf-8', 'replace')!r} {why}", member=name, fault="path")
-
-
-def leads_out(target: bytes, link: Parts) -> str:
-    """Why the target could lead out, or ""."""
     if not target or b"\0" in target:
         return "is no path"
     if len(target) > 4095:

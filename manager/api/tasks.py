@@ -67,7 +67,10 @@ _NO_STORE: Final = {"Cache-Control": "no-store"}
 _TASK_SEGMENT: Final = 3  # of /sandbox/task/{task_id}/...
 # What a pod sends is a stranger's: a browser that is led here shall neither guess its type nor run it.
 _STRANGERS: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox; default-src 'none'"}
-_TYPES: Final = ("application/json", "application/octet-stream", "text/plain; charset=utf-8")
+_TYPES: Final = (
+    "application/json", "application/octet-stream", "text/plain; charset=utf-8", NDJSON_TYPE, "application/x-tar",
+    "application/gzip", "application/zstd",
+)  # fmt: skip
 _SENT_ON: Final = ("Accept", "Content-Length", "Content-Type", "If-Match", "If-None-Match", "If-Range", "Range")
 MAX_WAIT_SEC: Final = 3600
 

@@ -35,7 +35,8 @@ from manager.services.sandboxes import Bound, Provisioned, Sandboxes, Workspace,
 from manager.store.base import Store
 
 _PROVIDES: Final = frozenset({"POST", "PUT"})
-_ROOTS: Final = frozenset({"processes", "terminals", "files", "usage"})
+_ROOTS: Final = frozenset({"processes", "terminals", "files", "archive", "usage"})
+_CARRY_CONTENT: Final = ("/v1/files", "/v1/archive")
 _MAX_WAIT_SEC: Final = 86_400.0
 _STARTING: Final = frozenset({"/v1/processes", "/v1/terminals"})
 _EXEC_REQUEST: Final = msgspec.json.Decoder(ExecRequest)
@@ -222,7 +223,8 @@ class TaskSessions:
             body, once = self._started_once(owner, task_id, path, idempotency_key, body)
             headers = {"Content-Type": "application/json"}
         provides = method in _PROVIDES and (starts or parts[2] not in ("processes", "terminals"))
-        works = method in ("POST", "PUT", "DELETE") or (method == "GET" and path == "/v1/files")
+        works = method in ("POST", "PUT", "DELETE") or (method == "GET" and path in _CARRY_CONTENT)
+        works = works and path != "/v1/files/watch"  # who only looks on keeps nothing alive
         idle_sec = None if wait_sec is None else STREAM_IDLE_SEC + min(wait_sec, _MAX_WAIT_SEC)
         given = _Given(body)
         async with AsyncExitStack() as stack:

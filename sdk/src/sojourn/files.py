@@ -10,10 +10,12 @@ from typing import BinaryIO, Final
 
 from sojourn.errors import FileMissing, PreconditionFailed, SojournError
 from sojourn.transport import Body, Patience, Transport, decode
-from sojourn.types import FileEntry, FileList
+from sojourn.types import ChmodResult, FileChange, FileEntry, FileList, SearchResult
 
 UPLOAD_SEC: Final = 3600.0
 PIECE_BYTES: Final = 1 << 20
+WATCH_IDLE_SEC: Final = 60.0  # four heartbeats missed
+MAX_EVENT_BYTES: Final = 64 << 10
 PAGE_LIMIT: Final = 10_000  # pages of one listing; a server that gives more does not count right
 
 Content = bytes | str | Path | BinaryIO | AsyncIterable[bytes]
@@ -139,6 +141,52 @@ class AsyncFiles:
         """Renames a file or directory. Raises FileMissing, and Conflict where `target` exists and stays."""
         body = {"source": source, "target": target, "overwrite": overwrite}
         await self._transport.call("POST", f"{self._base}/move", retry="unsent", json=body)
+
+    async def chmod(self, path: str, mode: int, *, recursive: bool = False) -> ChmodResult:
+        """Sets the permission bits (0o755), with `recursive` of all below it too, links left alone."""
+        body = {"path": path, "mode": mode, "recursive": recursive}
+        answer = await self._transport.call("POST", f"{self._base}/chmod", retry="safe", json=body)
+        return decode(answer.body, ChmodResult)
+
+    async def search(
+        self,
+        path: str = ".",
+        *,
+        name: str | None = None,
+        content: str | None = None,
+        regex: bool = False,
+        ignore_case: bool = False,
+        limit: int = 1000,
+        timeout_sec: int = 10,
+        after: str | None = None,
+    ) -> SearchResult:
+        """A page of the files below `path` whose name fits the glob `name`, and of their lines with `content`.
+
+        `regex`: `content` is a regular expression (Python's `re`, line by line). The result's `next`, given as `after`,
+        brings the next page. Files that look binary or are large are passed over and counted."""
+        params = {"path": path, "limit": str(limit), "timeout_sec": str(timeout_sec)}
+        given = {"name": name, "content": content, "after": after}
+        params |= {key: value for key, value in given.items() if value is not None}
+        params |= {key: "true" for key, value in {"regex": regex, "ignore_case": ignore_case}.items() if value}
+        answer = await self._transport.call("GET", f"{self._base}/search", retry="safe", params=params)
+        return decode(answer.body, SearchResult)
+
+    async def watch(self, path: str = ".", *, recursive: bool = True) -> AsyncGenerator[FileChange, None]:
+        """Changes below the directory as they happen, the first event being `watching`, the last `ended`.
+
+        A broken connection raises ConnectionFailed: what changed meanwhile is not told, so list the directory again."""
+        params = {"path": path, "recursive": "true" if recursive else "false"}
+        watch = f"{self._base}/watch"
+        async with self._transport.open("GET", watch, params=params, idle_sec=WATCH_IDLE_SEC) as response:
+            kept = b""
+            async for data in response.content.iter_any():
+                *lines, kept = (kept + data).split(b"\n")
+                if len(kept) > MAX_EVENT_BYTES:
+                    raise SojournError("an event of the watch is too long")
+                for line in lines:
+                    event = decode(line, FileChange)
+                    if event.type != "heartbeat":
+                        yield event
 
 
 async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:

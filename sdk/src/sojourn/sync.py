@@ -87,6 +87,9 @@ class Files(Blocking):
     delete = blocking(AsyncFiles.delete)
     mkdir = blocking(AsyncFiles.mkdir)
     move = blocking(AsyncFiles.move)
+    chmod = blocking(AsyncFiles.chmod)
+    search = blocking(AsyncFiles.search)
+    watch = iterating(AsyncFiles.watch)
 
 
 class Task(Blocking):
@@ -102,6 +105,8 @@ class Task(Blocking):
     start = blocking_as(Process, AsyncTask.start)
     process = wrapping(Process, AsyncTask.process)
     processes = blocking(AsyncTask.processes)
+    upload_dir = blocking(AsyncTask.upload_dir)
+    download_dir = blocking(AsyncTask.download_dir)
     usage = blocking(AsyncTask.usage)
     info = blocking(AsyncTask.info)
     delete = blocking(AsyncTask.delete)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import base64
+import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
+from sojourn.archives import DEFAULT_MAX_BYTES, Progress, download_dir, upload_dir
 from sojourn.errors import NotFound
 from sojourn.files import AsyncFiles
 from sojourn.paths import task_path
 from sojourn.processes import AsyncProcess, StartedProcess
 from sojourn.streams import START_SEC, AsyncCommandStream
 from sojourn.transport import Transport, decode
-from sojourn.types import ExecResult, ProcessInfo, ProcessList, SandboxState, UsageReport
+from sojourn.types import ExecResult, ProcessInfo, ProcessList, SandboxState, Transferred, UsageReport
 
 Command = str | Sequence[str]
 Stdin = str | bytes | AsyncIterable[bytes]
@@ -164,6 +166,30 @@ class AsyncTask:
         """The commands that the task's sandbox runs or has lately run."""
         answer = await self._transport.call("GET", f"{self._path}/processes", retry="safe")
         return decode(answer.body, ProcessList).processes
+
+    async def upload_dir(
+        self, local: str | os.PathLike[str], remote: str = ".", *, progress: Progress | None = None
+    ) -> Transferred:
+        """Copies what is in the local directory into `remote`, made if need be: all of it, or nothing.
+
+        Modes, empty directories and links that stay inside are kept; `left` names what is not copied. `progress` is
+        called with the bytes so far."""
+        return await upload_dir(self._transport, self._path, local, remote, progress)
+
+    async def download_dir(
+        self,
+        remote: str,
+        local: str | os.PathLike[str],
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        progress: Progress | None = None,
+    ) -> Transferred:
+        """Copies what is in the sandbox's directory into `local`, made if need be: all of it, or nothing.
+
+        Nothing is written outside `local`, whatever the sandbox sends, and no link in it leads out. Raises
+        UnexpectedAnswer for an archive that is damaged or over `max_bytes`, FileExistsError where a directory would
+        have to replace a file or the other way round."""
+        return await download_dir(self._transport, self._path, remote, local, max_bytes, progress)
 
     async def usage(self) -> UsageReport:
         """What the sandbox uses now, against its limits. Raises NotFound or SandboxGone where there is none."""

@@ -252,6 +252,65 @@ class FileList(msgspec.Struct, frozen=True, kw_only=True):
     next: str | None = None
 
 
+class ChmodResult(msgspec.Struct, frozen=True, kw_only=True):
+    entry: FileEntry
+    changed: int = 0
+    failed: int = 0  # below the top: not the user's to change
+    truncated: bool = False  # too many or too deep for one call
+
+
+class SearchMatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A file, or with `content` one line of it."""
+
+    path: str
+    type: str
+    size: int = 0
+    line: int | None = None  # from 1
+    column: int | None = None  # from 1, in characters
+    text: str | None = None  # of the line, around the match
+    path_base64: str | None = None  # the exact path where it is not UTF-8
+
+
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of matches. `skipped` counts what was not looked at, by reason."""
+
+    matches: list[SearchMatch]
+    truncated: bool = False  # by limit, depth or deadline
+    next: str | None = None  # for `after`, to go on
+    files_searched: int = 0
+    skipped: dict[str, int] = {}
+
+
+class FileChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What `watch` tells. `overflow` means that events are missing; `ended` that the directory is gone."""
+
+    type: str  # `watching`, `created`, `modified`, `deleted`, `attributes`, `moved`, `overflow`, `ended`
+    path: str | None = None
+    source: str | None = None  # where a moved thing was
+    is_directory: bool = False
+    directories: int | None = None  # that are watched, in `watching`
+    truncated: bool = False
+    reason: str | None = None  # of `overflow` and `ended`
+    message: str | None = None
+    path_base64: str | None = None
+    source_base64: str | None = None
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that was not copied as it is."""
+
+    path: str  # below the directory
+    reason: str
+
+
+class Transferred(msgspec.Struct, frozen=True, kw_only=True):
+    """What a copy of a directory brought over; `left` names the first of what it did not."""
+
+    entries: int
+    bytes: int  # of the files together
+    left: list[Left] = []
+
+
 # ── resource use ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -9,6 +9,7 @@ from typing import Final
 
 import click
 
+from sojourn.cli.copy import cp
 from sojourn.cli.files import ls
 from sojourn.cli.keys import keys
 from sojourn.cli.run import exec_command
@@ -40,6 +41,7 @@ def cli() -> None:
       sojourn exec demo -- python3 --version        run a command in the task "demo"
       sojourn exec demo -- 'echo hi > a; cat a'     one word with shell syntax runs in bash
       sojourn ls demo                               the task's files
+      sojourn cp ./src demo:src                     copy a directory in; `cp demo:out .` copies one out
       sojourn rm demo                               end the task's sandbox
 
     The server is found by SANDBOX_GATEWAY_URL and SANDBOX_API_KEY, else in the data directory that
@@ -51,7 +53,7 @@ def cli() -> None:
     """
 
 
-for command in (up, exec_command, ls, top, rm, keys, doctor, serve):
+for command in (up, exec_command, ls, cp, top, rm, keys, doctor, serve):
     cli.add_command(command)
 
 
