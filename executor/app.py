@@ -34,10 +34,12 @@ from executor.routes.lease import health_routes, lease_routes
 from executor.routes.processes import process_routes
 from executor.routes.reply import json_reply
 from executor.routes.search import search_routes
+from executor.routes.sessions import session_routes
 from executor.routes.terminals import terminal_routes
 from executor.routes.usage import usage_routes
 from executor.routes.watch import watch_routes
 from executor.search import SearchService
+from executor.sessions import Sessions
 from executor.spawn import Spawner
 from executor.terminals import Terminals
 from executor.threads import started_pool
@@ -62,6 +64,7 @@ class Services:
         self.ended = ended
         self.users: Users
         self.processes: Processes
+        self.sessions: Sessions
         self.terminals: Terminals
         self.lease: Lease
         self.guard: Guard
@@ -95,6 +98,8 @@ async def open_services(
         config, users, spawner, CgroupCounters(), env, changed=lambda: services.lease.worked()
     )
     stack.callback(processes.close)
+    services.sessions = Sessions(config, users, processes, changed=lambda: services.lease.worked())
+    stack.callback(services.sessions.close)
     services.terminals = terminals = Terminals(config, users, processes, traffic=lambda: services.lease.worked())
     services.lease = Lease(config, lambda: processes.running, ended, terminals=lambda: terminals.living)
     stack.callback(services.lease.close)
@@ -139,6 +144,7 @@ def routes_of(services: Services) -> list[web.RouteDef]:
         *command_routes(services.processes),
         *exec_socket_routes(services.processes, services.config.heartbeat_sec),
         *process_routes(services.processes),
+        *session_routes(services.sessions),
         *terminal_routes(services.terminals, services.config.heartbeat_sec),
         *files_routes(services.files),
         *archive_routes(services.archives),

@@ -33,6 +33,7 @@ class ExecutorConfig:
     heartbeat_sec: float = 15.0  # between two heartbeats on a WebSocket; a client silent for three of them is dropped
     drain_sec: float = 3.0  # from SIGTERM to the exit, within a pod's grace period
     max_running: int = 4096  # commands at once; more are refused with 429
+    max_sessions: int = 1024  # shells cost memory until they are deleted; more are refused with 429
     pass_env: tuple[str, ...] = ()  # variables of the image that commands get too, beyond PATH, LANG, LC_*, TZ
     umask: int = 0o022  # of commands and written files, whatever the executor was started under
 
@@ -66,6 +67,7 @@ class ExecutorConfig:
             heartbeat_sec=min(_seconds(env, "SOJOURN_HEARTBEAT_SEC") or cls.heartbeat_sec, cls.heartbeat_sec),
             drain_sec=_seconds(env, "SOJOURN_DRAIN_SEC") or cls.drain_sec,
             max_running=_whole(env, "SOJOURN_MAX_RUNNING", cls.max_running, 1, 100_000),
+            max_sessions=_whole(env, "SOJOURN_MAX_SESSIONS", cls.max_sessions, 1, 100_000),
         )
 
 

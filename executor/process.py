@@ -527,7 +527,7 @@ class Command:
             "id": self.id, "pid": self.pid or None, "exit_code": outcome.exit_code, "signal": outcome.signal,
             "reason": outcome.reason, "message": outcome.message, "timed_out": outcome.reason.endswith("timeout"),
             "stdout_bytes": self.stdout_bytes, "stderr_bytes": self.stderr_bytes,
-            "descendants_left": outcome.descendants_left, "started_at": _rfc3339(self.started_at),
+            "descendants_left": outcome.descendants_left, "started_at": rfc3339(self.started_at),
             "duration_ms": round(outcome.duration_sec * 1e3, 3), "usage": outcome.usage,
         }  # fmt: skip
 
@@ -557,7 +557,7 @@ class Command:
     def info(self) -> ProcessInfo:
         outcome = self.outcome
         facts: dict[str, object] = {
-            "id": self.id, "pid": self.pid or None, "started_at": _rfc3339(self.started_at),
+            "id": self.id, "pid": self.pid or None, "started_at": rfc3339(self.started_at),
             "stdout_bytes": self.stdout_bytes, "stderr_bytes": self.stderr_bytes,
             "duration_ms": round((time.monotonic() - self._t0) * 1e3, 3),
         }  # fmt: skip
@@ -610,5 +610,5 @@ def _text(head: bytes, tail: bytes, dropped: int) -> str:
     return head[:cut].decode("utf-8", "replace") + mark + tail[skip:].decode("utf-8", "replace")
 
 
-def _rfc3339(at: datetime) -> str:
+def rfc3339(at: datetime) -> str:
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")

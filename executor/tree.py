@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -67,6 +67,11 @@ def call_members(seq: int, shell: int, shell_seq: int, since: int) -> dict[int, 
         return one.start >= since and (mark == shell_seq or (not mark and one.session == shell))
 
     return _found(wanted, spare=shell)
+
+
+def session_members(marks: Collection[int], shell: int) -> dict[int, Seen]:
+    """The living processes with any of the marks or in the shell's session (`shell` 0: none), and their descendants."""
+    return _found(lambda one, mark: mark in marks or (bool(shell) and one.session == shell))
 
 
 def _found(is_wanted: Callable[[Seen, int], bool], spare: int = 0) -> dict[int, Seen]:
