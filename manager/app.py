@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from aiohttp import web
 from manager.api.listener import Listener
 from manager.api.routes import create_app
 from manager.api.services import InFlight, Services
-from manager.config import BadConfig, ManagerConfig
+from manager.config import BadConfig, ManagerConfig, variable
 from manager.errors import ManagerError, StoreUnavailable
 from manager.executor_client import pod_token
 from manager.metrics import CONTENT_TYPE, Metrics
@@ -95,7 +96,7 @@ class Manager:
 async def running(config: ManagerConfig, stop: Stop, say: Say) -> AsyncIterator[Manager]:
     """A manager that serves. `say` gets lines for people on what is being waited for.
 
-    Raises BadConfig, ManagerError (the store or a data plane), OSError (an address that is taken)."""
+    Raises BadConfig (also for an address that is taken), ManagerError (the store or a data plane), OSError."""
     secret, pepper = _secrets(config)
     async with AsyncExitStack() as stack:
         store = await open_store(config, stack, say)
@@ -124,8 +125,8 @@ async def running(config: ManagerConfig, stop: Stop, say: Say) -> AsyncIterator[
         manager.in_flight = services.in_flight
         if config.metrics_port is not None:
             metrics = _metrics_app(services.metrics)
-            manager.metrics_port = await _listen(stack, metrics, config, config.metrics_host, config.metrics_port)
-        manager.port = await _listen(stack, create_app(services), config, config.host, config.port)
+            manager.metrics_port = await _listen(stack, metrics, config, "metrics_host", "metrics_port")
+        manager.port = await _listen(stack, create_app(services), config, "host", "port")
         stack.push_async_callback(_drain, services, stop, config)
         yield manager
 
@@ -272,8 +273,11 @@ def _metrics_app(metrics: Metrics) -> web.Application:
     return app
 
 
-async def _listen(stack: AsyncExitStack, app: web.Application, config: ManagerConfig, host: str, port: int) -> int:
-    """The port that it really is."""
+async def _listen(
+    stack: AsyncExitStack, app: web.Application, config: ManagerConfig, host_field: str, port_field: str
+) -> int:
+    """The port that it really is. Raises BadConfig where the address cannot be had."""
+    host, port = getattr(config, host_field), getattr(config, port_field)
     listener = Listener(
         app,
         host=host,
@@ -281,7 +285,15 @@ async def _listen(stack: AsyncExitStack, app: web.Application, config: ManagerCo
         keepalive_sec=float(config.keepalive_sec),
         max_connections=config.max_connections,
     )
-    await stack.enter_async_context(listener)
+    try:
+        await stack.enter_async_context(listener)
+    except OSError as why:
+        if why.errno == errno.EADDRINUSE:
+            what = f"port {port} is taken: end what listens there, or set {variable(port_field)} to another"
+        else:
+            what = f"that address cannot be had: {why.strerror or why}; {variable(host_field)} and "
+            what += f"{variable(port_field)} say which"
+        raise BadConfig(f"listening on {host}:{port}: {what}") from why
     return listener.port
 
 

@@ -191,6 +191,11 @@ SETTINGS: Final = (
 _BY_FIELD: Final = {setting.field: setting for setting in SETTINGS}
 
 
+def variable(field: str) -> str:
+    """The environment's name of a setting, for messages."""
+    return _BY_FIELD[field].env or field
+
+
 # ── the tables of the file ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -65,7 +65,7 @@ def _run(work: Coroutine[Any, Any, int], tell: Callable[..., None]) -> int:
         tell(f"sojourn-server: {why}", sys.stderr)
         return 2
     except (ManagerError, OSError) as why:
-        log.error("manager_failed", exc_info=why)
+        log.error("manager_failed", extra={"why": str(why)}, exc_info=None if isinstance(why, ManagerError) else why)
         tell(f"sojourn-server: {why}", sys.stderr)
         return 1
 

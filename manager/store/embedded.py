@@ -140,13 +140,22 @@ class _Server:
         self._record = _Record(socket=str(path))
         self._write_record()
         binary = server_binary()
+        spawning = asyncio.create_task(asyncio.to_thread(self._spawn, binary), name="embedded-valkey-spawn")
+        cancelled: asyncio.CancelledError | None = None
+        while not spawning.done():
+            try:
+                await asyncio.wait([spawning])
+            except asyncio.CancelledError as why:  # its thread goes on, and the server that it starts has to be ended
+                cancelled = why
         try:
-            self._child = await asyncio.to_thread(self._spawn, binary)
+            self._child = spawning.result()
         except OSError as why:
             raise EmbeddedStoreError(f"{binary} does not start: {why}") from why
         self._record = _Record(str(path), self._child.pid, _started_at(self._child.pid) or 0)
-        self._write_record()
         try:
+            self._write_record()
+            if cancelled is not None:
+                raise cancelled
             await self._answering()
         except BaseException:
             await asyncio.shield(self._end_child())
@@ -197,7 +206,9 @@ class _Server:
             if self._child is not None and self._child.poll() is not None:
                 raise EmbeddedStoreError(
                     f"the embedded Valkey server ended with {self._child.returncode}; its last words, of "
-                    f"{self._folder / 'valkey.log'}:\n{self._log_tail()}"
+                    f"{self._folder / 'valkey.log'}:\n{self._log_tail()}\n"
+                    f"Where its files are broken for good, move {self._folder} away: API keys are lost with them, but "
+                    "sandboxes that run are found again"
                 )
             try:
                 await self._ask("PING")

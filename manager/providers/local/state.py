@@ -116,7 +116,12 @@ class PodStore:
     def names(self) -> list[str]:
         """Every pod's name, those of dead pods too."""
         try:
-            return sorted(entry for entry in os.listdir(self.root) if not entry.startswith("."))
+            with os.scandir(self.root) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+                )
         except FileNotFoundError:
             return []
 

@@ -6,7 +6,10 @@ import asyncio
 import os
 import signal
 import stat
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -120,6 +123,30 @@ async def test_what_was_written_is_there_at_the_next_start(tmp_path: Path) -> No
     assert not list((tmp_path / "data" / "valkey").glob("*.sock"))
     async with embedded_valkey(tmp_path / "data") as url:
         assert await get(url) == "kept"
+
+
+async def test_a_start_that_is_broken_off_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    spawn, spawning = embedded._Server._spawn, threading.Event()
+
+    def slow(self: embedded._Server, binary: Path) -> subprocess.Popen[bytes]:
+        spawning.set()
+        time.sleep(0.3)  # long enough for the cancellation to come first
+        pids.append((child := spawn(self, binary)).pid)
+        return child
+
+    async def start() -> None:
+        async with embedded_valkey(tmp_path / "data"):
+            pass
+
+    monkeypatch.setattr(embedded._Server, "_spawn", slow)
+    starting = asyncio.create_task(start())
+    await asyncio.to_thread(spawning.wait, 30)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert len(pids) == 1
+    assert gone(pids[0])
 
 
 async def test_it_is_private_durable_and_evicts_nothing(tmp_path: Path) -> None:

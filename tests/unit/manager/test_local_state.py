@@ -36,6 +36,12 @@ def test_what_was_begun_is_read_back(store: PodStore) -> None:
     assert (pod.address, pod.version, pod.ready, pod.target) == ("unix:/s", "1", True, "here")
 
 
+def test_what_is_no_directory_is_no_pod(store: PodStore) -> None:
+    (store.root / "notes").write_text("left by somebody")
+    (store.root / "link").symlink_to(store.root / "p1")
+    assert store.names() == ["p1"]
+
+
 def test_the_store_is_for_its_user_alone(store: PodStore) -> None:
     assert store.root.stat().st_mode & 0o777 == 0o700
     assert store.path("p1").stat().st_mode & 0o777 == 0o700
