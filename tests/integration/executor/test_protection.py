@@ -13,28 +13,42 @@ from unittest.mock import MagicMock
 import pytest
 
 from executor.app import routes_of
-from tests.support.executors import IS_ROOT, TOKEN, Executor, processes_with, until
+from tests.support.executor_pod import (
+    IS_ROOT,
+    ExecutorProcess,
+    Pod,
+    Tier,
+    UnreachablePython,
+    connected,
+    processes_with,
+    running_executor,
+    until,
+)
 
 pytestmark = [pytest.mark.timeout(120)]
+TOKEN = "canary-token-b7Qx2"
 
 
 @pytest.fixture(scope="module", params=["split", "single"])
-def started(request: pytest.FixtureRequest) -> Iterator[Executor]:
+def started(request: pytest.FixtureRequest) -> Iterator[ExecutorProcess]:
+    """One of its own: commands here kill all that their user runs."""
     if request.param == "split" and not IS_ROOT:
         pytest.skip("two users need root")
-    executor = Executor(tier=request.param).start()
-    yield executor
-    executor.remove()
+    try:
+        with running_executor(request.param, token=TOKEN) as process:
+            yield process
+    except UnreachablePython as why:
+        pytest.skip(str(why))
 
 
 @pytest.fixture
-async def pod(started: Executor) -> AsyncIterator[Executor]:
-    async with started:
-        yield started
+async def pod(started: ExecutorProcess) -> AsyncIterator[Pod]:
+    async with connected(started) as pod:
+        yield pod
 
 
-def split(pod: Executor) -> Executor:
-    if pod.tier != "split":
+def split(pod: Pod) -> Pod:
+    if pod.process.tier != "split":
         pytest.skip("in the single tier a command shares the executor's user; it can end its own pod")
     return pod
 
@@ -42,25 +56,24 @@ def split(pod: Executor) -> Executor:
 # ── S1: no call without the token, from wherever ────────────────────────────────────────────────────────────────
 
 
-async def test_every_route_but_health_needs_the_token(pod: Executor) -> None:
-    _, listed = await pod.call("GET", "/healthz")
-    assert listed == {"status": "ok", "message": None}
+async def test_every_route_but_health_needs_the_token(pod: Pod) -> None:
+    assert (await pod.call("GET", "/healthz", token="")).json == {"status": "ok", "message": None}
     routes = [(route.method, route.path.replace("{id}", "x")) for route in routes_of(MagicMock())]
     assert len(routes) > 15
     for method, path in [*routes, ("GET", "/nothing/here")]:
         if path in ("/healthz", "/readyz"):
             continue
         for header in ("", "Bearer", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x"):
-            status, answer = await pod.call(method, path, headers={"Authorization": header})
-            assert status == 401, (method, path, header)
-            assert method == "HEAD" or answer["error"]["code"] == "unauthenticated"
+            reply = await pod.call(method, path, headers={"Authorization": header}, token="")
+            assert reply.status == 401, (method, path, header)
+            assert method == "HEAD" or reply.code == "unauthenticated"
 
 
-async def test_a_command_that_reaches_the_executor_is_not_let_in(pod: Executor) -> None:
+async def test_a_command_that_reaches_the_executor_is_not_let_in(pod: Pod) -> None:
     script = f"""
 import socket, sys
 try:
-    s = socket.socket(socket.AF_UNIX); s.connect({pod.address!r})
+    s = socket.socket(socket.AF_UNIX); s.connect({pod.process.socket!r})
 except PermissionError:
     sys.exit(7)
 s.sendall(b"POST /v1/exec HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 2\\r\\n\\r\\n{{}}")
@@ -68,13 +81,13 @@ print(s.recv(100).split()[1].decode())
 """
     answer = await pod.exec(["python3", "-c", script])
     assert (answer["exit_code"], answer["stdout"]) in [(7, ""), (0, "401\n")]
-    assert pod.tier == "single" or answer["exit_code"] == 7
+    assert pod.process.tier == "single" or answer["exit_code"] == 7
 
 
 # ── S2: nothing in the pod is worth stealing, and the executor's own memory is closed ───────────────────────────
 
 
-async def test_a_command_finds_the_token_nowhere(pod: Executor) -> None:
+async def test_a_command_finds_the_token_nowhere(pod: Pod) -> None:
     """AU03, AU07: environment, argv, /proc of every process that it sees, descriptors of its own."""
     needle = TOKEN[:6] + '"+"' + TOKEN[6:]
     script = f"""
@@ -105,31 +118,31 @@ print(hits)
 """
     answer = await pod.exec(["python3", "-c", script], env={"OTHER": "x"})
     assert (answer["exit_code"], answer["stdout"]) == (0, "[]\n"), answer
-    assert TOKEN not in pod.log.read_text()
+    assert TOKEN not in pod.process.log_text()
 
 
-async def test_a_command_gets_no_descriptor_and_no_setting_of_the_executor(pod: Executor) -> None:
+async def test_a_command_gets_no_descriptor_and_no_setting_of_the_executor(pod: Pod) -> None:
     answer = await pod.exec(
         "ls /proc/self/fd | wc -l; env | grep -c SOJOURN; grep -E 'NoNewPrivs|CapEff' /proc/self/status"
     )
     assert answer["stdout"] == "4\n0\nCapEff:\t0000000000000000\nNoNewPrivs:\t1\n"
 
 
-async def test_the_executors_environment_and_memory_cannot_be_read(pod: Executor) -> None:
+async def test_the_executors_environment_and_memory_cannot_be_read(pod: Pod) -> None:
     proc = f"/proc/{pod.pid}"
     answer = await pod.exec(f"cat {proc}/environ; head -c1 {proc}/mem; ls {proc}/fd/; readlink {proc}/cwd && echo read")
     assert answer["stdout"] == ""
     assert answer["stderr"].count("ermission denied") == 3, answer
 
 
-async def test_no_command_can_dump_core(pod: Executor) -> None:
+async def test_no_command_can_dump_core(pod: Pod) -> None:
     assert (await pod.exec("ulimit -c"))["stdout"] == "0\n"
 
 
 # ── S3: the executor cannot be traced, stopped or ended ─────────────────────────────────────────────────────────
 
 
-async def test_a_command_cannot_signal_or_trace_the_executor(pod: Executor) -> None:
+async def test_a_command_cannot_signal_or_trace_the_executor(pod: Pod) -> None:
     pid = split(pod).pid
     script = f"""
 import ctypes, os, signal
@@ -146,21 +159,21 @@ print("traced" if libc.ptrace(16, {pid}, 0, 0) == 0 else "refused")
     assert (await pod.exec(["true"]))["exit_code"] == 0
 
 
-async def test_a_command_that_kills_all_it_can_costs_neither_the_executor_nor_its_own_exit_code(pod: Executor) -> None:
+async def test_a_command_that_kills_all_it_can_costs_neither_the_executor_nor_its_own_exit_code(pod: Pod) -> None:
     split(pod)
     answer = await pod.exec("kill -9 -1; echo after; exit 9")
     assert (answer["exit_code"], answer["reason"], answer["stdout"]) == (9, "exited", "after\n")
     assert (await pod.exec("echo next"))["stdout"] == "next\n"
 
 
-async def test_a_command_whose_helper_is_killed_under_it_goes_on_to_its_end(pod: Executor) -> None:
+async def test_a_command_whose_helper_is_killed_under_it_goes_on_to_its_end(pod: Pod) -> None:
     split(pod)
     script = "pkill -9 -u $(id -u) -f [s]pawn_helper; sleep 0.5; echo done; exit 7"
     answer = await pod.exec(script)
     assert (answer["exit_code"], answer["reason"], answer["stdout"]) == (7, "exited", "done\n")
 
 
-async def test_a_stopped_helper_does_not_stop_the_executor_for_good(pod: Executor) -> None:
+async def test_a_stopped_helper_does_not_stop_the_executor_for_good(pod: Pod) -> None:
     split(pod)
     answer = await pod.exec(
         "pkill -STOP -u $(id -u) -f [s]pawn_helper; sleep 0.2; pkill -CONT -u $(id -u) -f [s]pawn_helper; echo ok"
@@ -181,20 +194,20 @@ ESCAPES = {
 
 @pytest.mark.parametrize("script", ESCAPES.values(), ids=ESCAPES.keys())
 @pytest.mark.parametrize("way", ["timeout", "delete"])
-async def test_nothing_that_a_command_started_survives_its_forced_end(pod: Executor, script: str, way: str) -> None:
+async def test_nothing_that_a_command_started_survives_its_forced_end(pod: Pod, script: str, way: str) -> None:
     mark = f"300.{secrets.randbelow(10**9):09d}"
     command = script.format(n=mark)
     if way == "timeout":
         answer = await pod.exec(command, grace_sec=0.5, timeout_sec=1.0)
         assert (answer["reason"], answer["timed_out"], answer["descendants_left"]) == ("timeout", True, False)
     else:
-        _, started = await pod.call("POST", "/v1/processes", json={"command": command, "grace_sec": 0.5})
-        await until(lambda: processes_with(mark))
-        assert (await pod.call("DELETE", f"/v1/processes/{started['id']}"))[0] == 204
+        id = await pod.start(command, grace_sec=0.5)
+        await until(lambda: bool(processes_with(mark)), "it runs")
+        assert (await pod.call("DELETE", f"/v1/processes/{id}")).status == 204
     assert processes_with(mark) == []
 
 
-async def test_after_a_normal_end_descendants_live_on_and_the_answer_says_so(pod: Executor) -> None:
+async def test_after_a_normal_end_descendants_live_on_and_the_answer_says_so(pod: Pod) -> None:
     """EX01, S7."""
     mark = f"300.{secrets.randbelow(10**9):09d}"
     answer = await pod.exec(f"setsid sleep {mark} >/dev/null 2>&1 & echo done", id="leaves-one")
@@ -208,66 +221,45 @@ async def test_after_a_normal_end_descendants_live_on_and_the_answer_says_so(pod
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_no_command_outlives_its_executor(started: Executor, number: signal.Signals) -> None:
+async def test_no_command_outlives_its_executor(started: ExecutorProcess, number: signal.Signals) -> None:
+    tier: Tier = started.tier
     for _ in range(5):
-        executor = Executor(tier=started.tier, SOJOURN_DRAIN_SEC="1").start()
         mark = f"300.{secrets.randbelow(10**9):09d}"
-        try:
-            async with executor:
-                running = [
-                    asyncio.create_task(executor.call("POST", "/v1/exec", json={"command": script.format(n=mark)}))
-                    for script in ESCAPES.values()
-                ]
-                await until(lambda mark=mark: len(processes_with(mark)) >= len(ESCAPES))
-                code = await asyncio.to_thread(executor.kill, number)
+        with running_executor(tier, env={"SOJOURN_DRAIN_SEC": "1"}) as process:
+            async with connected(process) as pod:
+                running = [asyncio.create_task(pod.exec(script.format(n=mark))) for script in ESCAPES.values()]
+                await until(lambda mark=mark: len(processes_with(mark)) >= len(ESCAPES), "they run")  # type: ignore[misc]
+                process.process.send_signal(number)
+                code = await asyncio.to_thread(process.process.wait, 30)
                 assert code == (0 if number is signal.SIGTERM else -9)
                 await asyncio.gather(*running, return_exceptions=True)
-            await until(lambda mark=mark: not processes_with(mark))
-        finally:
-            executor.remove()
+            await until(lambda mark=mark: not processes_with(mark), "all have ended")  # type: ignore[misc]
 
 
-async def test_a_new_life_of_the_executor_has_another_boot_id(started: Executor) -> None:
+async def test_a_new_life_of_the_executor_has_another_boot_id(started: ExecutorProcess) -> None:
     ids = set()
-    executor = Executor(tier=started.tier)
-    try:
-        for _ in range(2):
-            executor.start()
-            async with executor:
-                ids.add((await executor.call("GET", "/v1/lease"))[1]["boot_id"])
-            executor.kill()
-    finally:
-        executor.remove()
+    for _ in range(2):
+        with running_executor(started.tier) as process:
+            async with connected(process) as pod:
+                ids.add((await pod.call("GET", "/v1/lease")).json["boot_id"])
     assert len(ids) == 2
 
 
-async def test_a_drain_tells_streams_how_their_commands_ended(started: Executor) -> None:
-    executor = Executor(tier=started.tier).start()
-    try:
-        async with (
-            executor,
-            executor.http.post(
-                "http://pod/v1/exec",
-                json={"command": "echo up; sleep 300"},
-                headers={"Accept": "application/x-ndjson"},
-            ) as stream,
-        ):
+async def test_a_drain_tells_streams_how_their_commands_ended(started: ExecutorProcess) -> None:
+    with running_executor(started.tier) as process:
+        async with connected(process) as pod, pod.open_stream("echo up; sleep 300", "application/x-ndjson") as stream:
             lines: list[dict[str, object]] = []
             async for line in stream.content:
                 lines.append(json.loads(line))
                 if lines[-1]["type"] == "stdout":
-                    os.kill(executor.pid, signal.SIGTERM)
-        assert [line["type"] for line in lines] == ["started", "stdout", "exit"]
-        assert (lines[-1]["reason"], lines[-1]["signal"]) == ("cancelled", "SIGTERM")
-    finally:
-        executor.remove()
+                    os.kill(process.pid, signal.SIGTERM)
+    assert [line["type"] for line in lines] == ["started", "stdout", "exit"]
+    assert (lines[-1]["reason"], lines[-1]["signal"]) == ("cancelled", "SIGTERM")
 
 
 async def test_an_executor_without_the_tokens_hash_refuses_to_start() -> None:
-    executor = Executor(SOJOURN_POD_TOKEN_SHA256="")
-    try:
-        with pytest.raises(AssertionError, match="SOJOURN_POD_TOKEN_SHA256"):
-            executor.start()
-        assert executor.kill() == 2
-    finally:
-        executor.remove()
+    with (
+        pytest.raises(AssertionError, match=r"did not start \(2\)[\s\S]*SOJOURN_POD_TOKEN_SHA256"),
+        running_executor(env={"SOJOURN_POD_TOKEN_SHA256": ""}),
+    ):
+        pass
