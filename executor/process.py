@@ -401,7 +401,25 @@ class Command:
                 self._ending = reason
             self._killing = self.host.loop.create_task(self._kill_tree(), name=f"kill-{self.id}")
 
+    async def gone(self) -> None:
+        """Returns when the command has ended and what was told to end it is done."""
+        await asyncio.wait([self.ended])
+        if self._killing is not None:
+            await asyncio.wait([self._killing])
+
     async def _kill_tree(self) -> None:
+        try:
+            self._left = await self._kill_all_of_it() > 0
+        finally:
+            self._killing = None
+            if self.outcome is not None:
+                if self.outcome.descendants_left != self._left:
+                    self.outcome = msgspec.structs.replace(self.outcome, descendants_left=self._left)
+            elif self._status is not None and "drain" not in self._timers:
+                self._conclude()
+
+    async def _kill_all_of_it(self) -> int:
+        """How many processes of the command are left in the end: those that the kernel does not let go."""
         loop = self.host.loop
         if not self.launched.done():
             await asyncio.wait([self.launched])
@@ -422,13 +440,7 @@ class Command:
             if count:
                 await asyncio.sleep(KILL_SWEEP_SEC / 5)
                 count = await self._count_tree()
-        self._left = count > 0
-        self._killing = None
-        if self.outcome is not None:
-            if self.outcome.descendants_left != self._left:
-                self.outcome = msgspec.structs.replace(self.outcome, descendants_left=self._left)
-        elif self._status is not None and "drain" not in self._timers:
-            self._conclude()
+        return count
 
     async def _signal_tree(self, number: int) -> int:
         return await self.host.loop.run_in_executor(None, tree.signal_tree, self.seq, self.pid, number)

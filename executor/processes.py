@@ -149,9 +149,7 @@ class Processes:
         """Ends the command's whole tree, then forgets it. Raises NotFound."""
         command = self.get(id)
         command.end("cancelled")
-        await asyncio.wait([command.ended])
-        if command._killing is not None:
-            await asyncio.wait([command._killing])
+        await command.gone()
         self._forget(id)
 
     # ── the Host of commands ────────────────────────────────────────────────────────────────────────────────────
