@@ -16,6 +16,7 @@ code, pre { font: 14px/1.45 ui-monospace, monospace }
 pre { background: var(--soft); padding: .8rem; overflow-x: auto; border-radius: 6px }
 section { border-top: 1px solid var(--line); margin-top: 1.5rem }
 h3 code { font-size: 1rem }
+td code { overflow-wrap: anywhere }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--line) }
 summary { cursor: pointer }

@@ -32,7 +32,11 @@ _PATH_TEXT: Final = {
     "key_id": "the key's id, which is not secret",
 }
 _HEADERS: Final = (
-    (IDEMPOTENCY_HEADER, "The same key with the same body starts nothing a second time; see the README."),
+    (
+        IDEMPOTENCY_HEADER,
+        "1 to 255 visible ASCII characters of your choice: the same again, with the same body, starts nothing a second "
+        "time and gives the same answer. Kept for a day.",
+    ),
     (IF_POD_HEADER, "Refuse with sandbox_replaced where the task's pod is another one."),
     (TENANT_HEADER, "Platform keys only, and always there: the tenant to act for."),
     (PROJECT_HEADER, "Platform keys only, and always there: the project to act for."),
@@ -54,7 +58,7 @@ def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
             "title": "Sojourn",
             "version": version,
             "summary": "One isolated sandbox per agent task.",
-            "description": "Every error has one shape; `code` is one of the table in components.responses.",
+            "description": "Every error has one shape, ErrorReply; /docs says what each `code` means and what to do.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],

@@ -13,7 +13,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from manager.errors import (
     NotFound,
     ScopeRefused,
     ShuttingDown,
+    StoreUnavailable,
     Unauthenticated,
 )
 from manager.model import Principal, Role, new_id
@@ -56,6 +58,7 @@ SCOPE_HEADERS: Final = (TENANT_HEADER, PROJECT_HEADER, MEMBER_HEADER)
 _SCOPE_SPELLINGS: Final = SCOPE_HEADERS + tuple(name.replace("-", "_") for name in SCOPE_HEADERS)
 _RANK: Final = {Role.MEMBER: 0, Role.ADMIN: 1, Role.PLATFORM: 2}
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
+KEY_LOOK_SEC: Final = 2.0  # a key that was revoked ends its streams within this and what a manager remembers keys
 NO_KEY: Final = f"give an API key in the {API_KEY_HEADER} header; `sojourn-server keys create` makes one"
 
 
@@ -144,6 +147,35 @@ async def authenticate(request: web.Request) -> Principal:
                 raise ScopeRefused(f"{name} is only for platform keys; this key has its own tenant and project")
         return tenants.principal(record, None, None, None)
     return tenants.principal(record, *named_scope(request))
+
+
+@asynccontextmanager
+async def while_allowed(request: web.Request) -> AsyncIterator[None]:
+    """Ends what is done inside once the caller's key is refused, and raises what it is refused with."""
+    refused: list[ManagerError] = []
+
+    async def look(limit: asyncio.Timeout) -> None:
+        while not refused:
+            await asyncio.sleep(KEY_LOOK_SEC)
+            try:
+                await authenticate(request)
+            except StoreUnavailable:
+                pass  # it was good a moment ago, and what it may do does not need the store
+            except ManagerError as why:
+                refused.append(why)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            looking = asyncio.create_task(look(limit), name="key-look")
+            try:
+                yield
+            finally:
+                looking.cancel()
+    except TimeoutError:
+        if not refused:
+            raise
+        raise refused[0] from None
 
 
 def _address(request: web.BaseRequest) -> str:

@@ -27,7 +27,7 @@ from executor.wire import (
 )
 from manager.api.client_socket import CallerLeft, ClientSocket, check_upgrade, first_of, is_upgrade
 from manager.api.parsing import check_command, decode, idempotency_key, if_pod, process_id_of, raw_query, segment
-from manager.api.server import PRINCIPAL, SERVICES, authenticate, error_body
+from manager.api.server import KEY_LOOK_SEC, PRINCIPAL, SERVICES, authenticate, error_body
 from manager.api.services import Services
 from manager.api.streams import Messages
 from manager.api.tasks import forward, started, task_id_in
@@ -42,7 +42,6 @@ from manager.errors import (
 from manager.pod_socket import PodSocketClosed, status_of, told
 from manager.services.tasks import TaskSocket
 
-KEY_LOOK_SEC: Final = 2.0  # a key that was revoked ends its connections within this and what a manager remembers keys
 _TERMINAL_SEGMENT: Final = 5  # of /sandbox/task/{task_id}/terminals/{terminal_id}
 _INPUT: Final = frozenset({FRAME_STDIN, FRAME_STDIN_EOF, FRAME_SIGNAL, FRAME_RESIZE})
 

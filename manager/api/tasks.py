@@ -38,6 +38,7 @@ from manager.api.server import (
     error_body,
     json_reply,
     named_scope,
+    while_allowed,
 )
 from manager.api.services import Services
 from manager.api.streams import Frames, JsonLines, Renderer
@@ -73,6 +74,7 @@ _TYPES: Final = (
 )  # fmt: skip
 _SENT_ON: Final = ("Accept", "Content-Length", "Content-Type", "If-Match", "If-None-Match", "If-Range", "Range")
 MAX_WAIT_SEC: Final = 3600
+LAST_WORDS_SEC: Final = 2.0
 
 
 def task_id_in(request: web.BaseRequest) -> str:
@@ -119,16 +121,28 @@ async def _stream(
         await reply.prepare(request)
         outcome = "lost"
         try:
-            outcome = await _send_events(reply, stream.events, stream.facts, renderer, stream.process_id)
+            async with while_allowed(request):
+                outcome = await _send_events(reply, stream.events, stream.facts, renderer, stream.process_id)
         except (ConnectionError, asyncio.CancelledError):
             outcome = "disconnected"  # leaving the context closes the executor's stream: `on_disconnect` decides there
             raise
         except Exception as why:
-            await reply.write(renderer.plain(StreamError(error=error_body(as_error(why)))))
+            await _last_words(request, reply, renderer.plain(StreamError(error=error_body(as_error(why)))))
         finally:
             services.metrics.command_ended(outcome, stream.facts.provisioned)
         await reply.write_eof()
         return reply
+
+
+async def _last_words(request: web.Request, reply: web.StreamResponse, data: bytes) -> None:
+    """A caller that does not read them is hung up on: whoever has lost the right to be here cannot hold the pod."""
+    try:
+        async with asyncio.timeout(LAST_WORDS_SEC):
+            await reply.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the caller reads no more") from None
 
 
 async def _send_events(
@@ -255,8 +269,9 @@ async def _pass_on(
         await reply.prepare(request)
         try:
             if request.method != "HEAD":
-                async for piece in response.body:
-                    await reply.write(piece)
+                async with while_allowed(request):
+                    async for piece in response.body:
+                        await reply.write(piece)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as why:

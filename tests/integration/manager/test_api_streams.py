@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +13,10 @@ import aiohttp
 import pytest
 
 from executor import wire
+from manager.api.wire import API_KEY_HEADER
 from manager.errors import OutcomeUnknown, QuotaExceeded
-from manager.services.tasks import Previous, SandboxFacts, TaskStream
+from manager.executor_client import ForwardedResponse
+from manager.services.tasks import Previous, SandboxFacts, TaskForward, TaskStream
 from tests.support.api import Api, api
 
 FACTS = SandboxFacts(
@@ -219,3 +222,77 @@ async def test_many_streams_at_once_each_get_their_own(surface: Api) -> None:
         return "".join(line["text"] for line in lines if line["type"] == "stdout")
 
     assert await asyncio.gather(*map(one, range(60))) == [f"n{number}" for number in range(60)]
+
+
+# ── a key that is revoked meanwhile ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def short(surface: Api) -> tuple[dict[str, str], str]:
+    """A key that will not last: its header, and its id."""
+    made = await surface.call("POST", "/api/v1/keys", role="admin", body={"name": "short"})
+    return {API_KEY_HEADER: made.json["key"]}, made.json["key_id"]
+
+
+async def revoke(surface: Api, key_id: str) -> float:
+    assert (await surface.call("DELETE", f"/api/v1/keys/{key_id}", role="admin")).status == 204
+    return time.monotonic()
+
+
+async def without_end() -> AsyncIterator[wire.FrameEvent]:
+    yield STARTED
+    await asyncio.Event().wait()
+
+
+async def flood() -> AsyncIterator[wire.FrameEvent]:
+    yield STARTED
+    for offset in range(0, 1 << 40, 1 << 20):
+        yield wire.OutputFrame("stdout", offset, bytes(1 << 20))
+
+
+async def test_a_revoked_key_ends_its_open_streams_and_they_say_why(
+    surface: Api, short: tuple[dict[str, str], str]
+) -> None:
+    """S22"""
+    made = streams(surface, without_end)
+    url = f"{surface.address}/sandbox/task/t/exec"
+    async with surface.session.post(url, json={"command": "x"}, headers=short[0] | NDJSON) as response:
+        assert json.loads(await response.content.readline())["type"] == "started"
+        revoked_at = await revoke(surface, short[1])
+        last = json.loads((await response.content.read()).splitlines()[-1])
+    assert (last["type"], last["error"]["code"]) == ("error", "unauthenticated")
+    assert made.closed.is_set()
+    assert time.monotonic() - revoked_at < 5
+
+
+async def test_a_revoked_key_cannot_hold_its_stream_open_by_reading_nothing(
+    surface: Api, short: tuple[dict[str, str], str]
+) -> None:
+    made = streams(surface, flood)
+    url = f"{surface.address}/sandbox/task/t/exec"
+    async with surface.session.post(url, json={"command": "x"}, headers=short[0] | FRAMES):
+        await revoke(surface, short[1])
+        async with asyncio.timeout(20):
+            await made.closed.wait()
+
+
+async def test_a_revoked_key_ends_what_is_followed(surface: Api, short: tuple[dict[str, str], str]) -> None:
+    """S22"""
+
+    @asynccontextmanager
+    async def followed(*_given: Any, **_terms: Any) -> AsyncIterator[TaskForward]:
+        async def body() -> AsyncIterator[bytes]:
+            yield b"first"
+            await asyncio.Event().wait()
+
+        yield TaskForward(FACTS, ForwardedResponse(200, {}, body()))
+
+    made = streams(surface, without_end)
+    made.forward = followed  # type: ignore[attr-defined]
+    url = f"{surface.address}/sandbox/task/t/processes/p/output?follow=true"
+    async with surface.session.get(url, headers=short[0]) as response:
+        assert await response.content.readany() == b"first"
+        revoked_at = await revoke(surface, short[1])
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.content.read()
+    assert time.monotonic() - revoked_at < 5
