@@ -292,6 +292,16 @@ def _nothing(_number: int, _frame: object) -> None:
     """A handler of our own makes the kernel keep zombies for us, also where SIGCHLD was ignored at our start."""
 
 
+def _reset_internal_signals() -> None:
+    """glibc's posix_spawn leaves its own two signals ignored in the child (GNU make starts everything by it), and its
+    sigaction refuses to name them: so by the kernel's call, with an all-zero struct (SIG_DFL)."""
+    number = {"x86_64": 13, "aarch64": 134}.get(os.uname().machine)
+    if number is not None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        for internal in (32, 33):
+            libc.syscall(number, internal, ctypes.create_string_buffer(32), None, 8)
+
+
 def become(settings: dict[str, object]) -> None:
     """The identity, limits and signals that every command inherits. The order matters: privileges go last."""
     for number in range(1, _signal.NSIG):
@@ -300,6 +310,7 @@ def become(settings: dict[str, object]) -> None:
                 _signal.signal(number, _signal.SIG_DFL)
         except (OSError, ValueError):
             pass
+    _reset_internal_signals()
     _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
     try:
         with open("/proc/self/oom_score_adj", "w") as score:

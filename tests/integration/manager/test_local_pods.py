@@ -136,12 +136,12 @@ async def test_two_pods_share_no_files_processes_or_ports(provider: LocalProvide
     first, second = await asyncio.gather(*(provider.create(FREE, name, {}, {}) for name in ("p1", "p2")))
     marker = "sleep 4321"
     async with session_to(first) as session:
-        body = {"command": f"touch /tmp/mine /workspace/mine /dev/shm/mine; exec {marker}"}
+        body = {"command": f"touch /tmp/of-pod-a /workspace/of-pod-a /dev/shm/of-pod-a; exec {marker}"}
         async with session.post("http://pod/v1/processes", json=body) as answer:
             assert answer.status == 201
         await until(lambda: bool(processes_with("4321")), "the first pod's command runs")
     seen = await run(second, "ls /tmp /workspace /dev/shm; cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /proc/net/tcp")
-    assert "mine" not in seen["stdout"]
+    assert "of-pod-a" not in seen["stdout"]
     assert marker not in seen["stdout"].replace("cat /proc", "")
     assert len(seen["stdout"].split("local_address")[1].splitlines()) == 1
 

@@ -106,7 +106,7 @@ async def test_a_thousand_commands_at_once_are_all_answered_right_and_health_all
     wrong = [answer for number, answer in enumerate(answers) if not _is(answer, number)]
     assert wrong == []
     assert seen > 10
-    assert slowest < 5.0
+    assert slowest < 20.0  # a stall; how fast they are is the benchmark's to say
 
 
 def _is(answer: object, number: int) -> bool:
