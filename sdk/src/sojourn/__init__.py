@@ -16,6 +16,7 @@ from sojourn.processes import AsyncProcess
 from sojourn.streams import AsyncCommandStream
 from sojourn.sync import Client, CommandStream, Files, Keys, Process, Task
 from sojourn.tasks import AsyncTask
+from sojourn.terminals import AsyncTerminal, AsyncTerminalConnection
 from sojourn.types import Event, ExecResult, Exit, Gap, Output, Started
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "AsyncKeys",
     "AsyncProcess",
     "AsyncTask",
+    "AsyncTerminal",
+    "AsyncTerminalConnection",
     "Client",
     "CommandFailed",
     "CommandStream",

@@ -5,6 +5,7 @@
     ├── ConnectionFailed        the server was not reached, or hung up; nothing is known of the call but what it says
     ├── DeadlineExceeded        no answer within the call's deadline
     ├── UnexpectedAnswer        an answer that is not Sojourn's (a proxy's page, a redirect, broken JSON)
+    ├── TakenOver               another connection controls the terminal now
     ├── CommandFailed           `check=True` and the command did not exit with 0; `result` has everything
     └── APIError                the server's own word: `code`, `message`, `retryable`, `details`, `status`
         ├── InvalidRequest ...  one class per code, see `CODES`
@@ -64,6 +65,12 @@ class UnexpectedAnswer(SojournError):
         super().__init__(message)
         self.status = status
         self.retryable = status in (429, 502, 503, 504)
+
+
+class TakenOver(SojournError):
+    """Another connection controls the terminal now. Its process runs on."""
+
+    code = "taken_over"
 
 
 class CommandFailed(SojournError):

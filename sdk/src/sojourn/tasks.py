@@ -14,8 +14,18 @@ from sojourn.files import AsyncFiles
 from sojourn.paths import task_path
 from sojourn.processes import AsyncProcess, StartedProcess
 from sojourn.streams import START_SEC, AsyncCommandStream
+from sojourn.terminals import AsyncTerminal, terminal_body
 from sojourn.transport import Transport, decode
-from sojourn.types import ExecResult, ProcessInfo, ProcessList, SandboxState, Transferred, UsageReport
+from sojourn.types import (
+    ExecResult,
+    ProcessInfo,
+    ProcessList,
+    SandboxState,
+    TerminalInfo,
+    TerminalList,
+    Transferred,
+    UsageReport,
+)
 
 Command = str | Sequence[str]
 Stdin = str | bytes | AsyncIterable[bytes]
@@ -166,6 +176,41 @@ class AsyncTask:
         """The commands that the task's sandbox runs or has lately run."""
         answer = await self._transport.call("GET", f"{self._path}/processes", retry="safe")
         return decode(answer.body, ProcessList).processes
+
+    async def terminal(
+        self,
+        command: Command | None = None,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cols: int = 80,
+        rows: int = 24,
+        id: str | None = None,
+    ) -> AsyncTerminal:
+        """Opens a terminal with the command on it, or with an interactive shell. The same `id` again is the same
+        terminal."""
+        body = terminal_body(
+            command=command if command is None or isinstance(command, str) else list(command), cwd=cwd,
+            env=None if env is None else dict(env), user=user, cols=cols, rows=rows, id=id, **self._scope,
+        )  # fmt: skip
+        answer = await self._transport.call(
+            "POST",
+            f"{self._path}/terminals",
+            retry="safe",
+            json=body,
+            headers={"Idempotency-Key": id or new_process_id()},
+            deadline_sec=START_SEC,
+        )
+        return self.terminal_by_id(decode(answer.body, TerminalInfo).id)
+
+    def terminal_by_id(self, terminal_id: str) -> AsyncTerminal:
+        """The handle of a terminal that is open, or ended a short while ago."""
+        return AsyncTerminal(self._transport, self._path, terminal_id)
+
+    async def terminals(self) -> list[TerminalInfo]:
+        answer = await self._transport.call("GET", f"{self._path}/terminals", retry="safe")
+        return decode(answer.body, TerminalList).terminals
 
     async def upload_dir(
         self, local: str | os.PathLike[str], remote: str = ".", *, progress: Progress | None = None

@@ -18,6 +18,7 @@ from yarl import URL
 
 from sojourn.config import Server
 from sojourn.errors import APIError, ConnectionFailed, DeadlineExceeded, SojournError, UnexpectedAnswer, api_error
+from sojourn.frames import MAX_FRAME_BYTES
 from sojourn.types import ErrorBody, ErrorReply
 
 CONNECT_SEC: Final = 10.0
@@ -30,6 +31,8 @@ MAX_PAUSE_SEC: Final = 10.0
 PIECE_BYTES: Final = 1 << 20  # aiohttp sends bytes over this in one go, which would block the loop
 MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that is read whole
 MAX_ERROR_BYTES: Final = 1 << 20
+PROTOCOL: Final = "sojourn.v1"  # of WebSockets
+WEBSOCKET_CLOSE_SEC: Final = 2.0  # for the server's part of the close
 
 # `safe`: sending twice does no harm (reads, keyed starts, deletes), so every lost connection may be retried.
 # `unsent`: only where the request certainly did nothing: the connection was refused, or the server said so.
@@ -188,6 +191,39 @@ class Transport:
             raise ConnectionFailed(f"the connection to {self.server.address} broke: {said}") from why
         except aiohttp.ClientError as why:
             raise UnexpectedAnswer(f"{self.server.address} does not answer as a Sojourn server: {why}") from why
+
+    @asynccontextmanager
+    async def websocket(self, path: str, params: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """One attempt at a WebSocket whose frames are the server's. Raises as `call`."""
+        url = URL(self.server.address + path, encoded=True).with_query(dict(params))
+        timeout = aiohttp.ClientWSTimeout(ws_close=WEBSOCKET_CLOSE_SEC)
+        try:
+            async with asyncio.timeout(CALL_SEC):
+                ws = await self._open_session().ws_connect(
+                    url, protocols=(PROTOCOL,), max_msg_size=MAX_FRAME_BYTES, compress=0, timeout=timeout
+                )
+        except aiohttp.WSServerHandshakeError as why:
+            # Its body is lost, and only that says what was wrong: the call that is not upgraded is refused likewise.
+            await self.call("GET", path, retry="unsent")
+            raise UnexpectedAnswer(
+                f"{self.server.address} does not open a WebSocket: status {why.status}", status=why.status
+            ) from why
+        except _BROKEN as why:
+            sent = not isinstance(why, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            raise ConnectionFailed(f"{self.server.address} cannot be reached: {_said(why)}", sent=sent) from why
+        except aiohttp.ClientError as why:
+            raise UnexpectedAnswer(f"{self.server.address} does not answer as a Sojourn server: {why}") from why
+        self._reached = True
+        try:
+            yield ws
+        except _BROKEN as why:
+            raise ConnectionFailed(f"the connection to {self.server.address} broke: {_said(why)}") from why
+        finally:
+            await ws.close()
+
+
+def _said(why: BaseException) -> str:
+    return str(why) or type(why).__name__
 
 
 def may_repeat(error: SojournError, retry: Retry) -> bool:

@@ -87,6 +87,30 @@ class Exit(Where, frozen=True, kw_only=True):
 Event = Started | Output | Gap | Exit
 
 
+class TerminalInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A terminal's state; the outcome's fields are None while its process runs."""
+
+    id: str
+    pid: int | None = None
+    state: str = "running"  # or `starting`, `ended`
+    command: str | list[str] = ""
+    cols: int = 0
+    rows: int = 0
+    started_at: str | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    reason: str | None = None
+    message: str | None = None
+    output_bytes: int = 0  # shown in total: the offset of the next byte
+    kept_from: int = 0  # the first byte that can still be replayed
+    connections: int = 0
+    controlled: bool = False  # whether one of them types
+
+
+class TerminalList(msgspec.Struct, frozen=True):
+    terminals: list[TerminalInfo]
+
+
 class Captured(msgspec.Struct, frozen=True):
     """One stream's bytes as far as they were kept: all of them in `head`, or a head and a tail with a gap between."""
 

@@ -14,6 +14,7 @@ from sojourn.cli.files import ls
 from sojourn.cli.keys import keys
 from sojourn.cli.run import exec_command
 from sojourn.cli.server import doctor, serve, up
+from sojourn.cli.shell import shell
 from sojourn.cli.tasks import rm, top
 from sojourn.errors import APIError, ConfigurationError, ConnectionFailed, SojournError, Unauthenticated
 
@@ -40,6 +41,7 @@ def cli() -> None:
       sojourn up                                    start everything on this machine
       sojourn exec demo -- python3 --version        run a command in the task "demo"
       sojourn exec demo -- 'echo hi > a; cat a'     one word with shell syntax runs in bash
+      sojourn shell demo                            a shell in the task's sandbox
       sojourn ls demo                               the task's files
       sojourn cp ./src demo:src                     copy a directory in; `cp demo:out .` copies one out
       sojourn rm demo                               end the task's sandbox
@@ -48,12 +50,12 @@ def cli() -> None:
     `sojourn up` uses (SOJOURN_DATA_DIR).
 
     \b
-    Exit codes: `exec` exits with the command's own code (128+n when signal n ended it);
+    Exit codes: `exec` and `shell` exit with the command's own code (128+n when signal n ended it);
       125 is sojourn's own failure, with the reason on stderr; 130 is Ctrl-C.
     """
 
 
-for command in (up, exec_command, ls, cp, top, rm, keys, doctor, serve):
+for command in (up, exec_command, shell, ls, cp, top, rm, keys, doctor, serve):
     cli.add_command(command)
 
 

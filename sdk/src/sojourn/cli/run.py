@@ -60,7 +60,7 @@ def exec_command(
     runner = Runner(
         what=chosen_form(command),
         cwd=cwd,
-        env=dict(_variable(text) for text in env),
+        env=environment_of(env),
         timeout_sec=timeout_sec,
         no_stdin=no_stdin,
         as_json=as_json,
@@ -73,6 +73,11 @@ def chosen_form(words: tuple[str, ...]) -> Command:
     if len(words) == 1 and not _ONE_WORD.match(words[0]):
         return words[0]
     return list(words)
+
+
+def environment_of(given: tuple[str, ...]) -> dict[str, str]:
+    """Of `--env` options. Raises UsageError for one to pass on that is not there."""
+    return dict(_variable(text) for text in given)
 
 
 def _variable(text: str) -> tuple[str, str]:
