@@ -5,22 +5,30 @@ The outside belongs to the same user, so that only the walk keeps the calls in: 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from executor.archives import ArchiveService
 from executor.config import ExecutorConfig
 from executor.errors import ExecutorError, InvalidPath
 from executor.files import FileService
 from executor.isolation import CommandUser
+from executor.spawn import Spawner
 from executor.upload import WriteTerms
-from executor.wire import MkdirRequest, MoveRequest
+from executor.watch import WatchService
+from executor.wire import ChmodRequest, MkdirRequest, MoveRequest
+from tests.support.tar_corpus import END, directory, member
 
 IS_ROOT = os.geteuid() == 0
 UID = 1000 if IS_ROOT else os.geteuid()
@@ -47,10 +55,11 @@ class Ground:
     def __init__(self, base: Path) -> None:
         self.outside = base / "outside"
         self.workspace = base / "ws"
-        for directory, content in ((self.outside, "outside"), (self.workspace / "d", "inside")):
-            directory.mkdir(parents=True)
-            (directory / "f").write_text(content)
-            (directory / content).touch()
+        for where, content in ((self.outside, "outside"), (self.workspace / "d", "inside")):
+            where.mkdir(parents=True)
+            (where / "f").write_text(content)
+            (where / "f").chmod(0o640)
+            (where / content).touch()
         (self.workspace / "link").symlink_to(self.outside)
         base.chmod(0o755)
         if IS_ROOT:
@@ -58,7 +67,9 @@ class Ground:
                 os.chown(path, UID, GID, follow_symlinks=False)
 
     def outside_is_untouched(self) -> bool:
-        return sorted(os.listdir(self.outside)) == ["f", "outside"] and (self.outside / "f").read_text() == "outside"
+        file = self.outside / "f"
+        names = sorted(os.listdir(self.outside)) == ["f", "outside"]
+        return names and file.read_text() == "outside" and file.stat().st_mode & 0o777 == 0o640
 
 
 @pytest.fixture
@@ -131,7 +142,51 @@ async def delete(files: FileService, n: int) -> None:
     await files.write("d/f", content(b"inside"), None, WriteTerms())
 
 
-VERBS: list[Verb] = [read, write, list_, list_above, stat_, mkdir, move, delete]
+async def chmod(files: FileService, n: int) -> None:
+    await files.chmod(ChmodRequest(path="d/f", mode=0o600 + n % 8))
+
+
+async def chmod_tree(files: FileService, n: int) -> None:
+    await files.chmod(ChmodRequest(path="d", mode=0o700 + n % 8, recursive=True))
+
+
+def archives_of(files: FileService) -> ArchiveService:
+    return ArchiveService(files, cast(Spawner, None))  # which only zstd is run by
+
+
+async def unpack(files: FileService, n: int) -> None:
+    data = directory(b"sub") + member(b"sub/unpacked", b"x") + member(b"f", b"inside") + END
+    await archives_of(files).unpack("d", content(data), "tar")
+
+
+async def unpack_new(files: FileService, n: int) -> None:
+    await archives_of(files).unpack(f"d/unpacked{n % 10}/below", content(member(b"f", b"x") + END), "tar")
+
+
+async def pack(files: FileService, n: int) -> None:
+    async with archives_of(files).pack("d", "tar") as chunks:
+        assert b"outside" not in b"".join([chunk async for chunk in chunks])
+
+
+async def pack_above(files: FileService, n: int) -> None:
+    async with archives_of(files).pack(".", "tar") as chunks:
+        data = b"".join([chunk async for chunk in chunks])
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        kinds = {one.name: one.type for one in tar.getmembers()}
+    assert not any(name.endswith("/outside") for name in kinds)
+    if kinds.get("d") == tarfile.SYMTYPE:
+        raise InvalidPath("met the link")
+
+
+async def watch(files: FileService, n: int) -> None:
+    async with aclosing(WatchService(files).watch("d", recursive=True)) as batches:
+        await anext(batches)
+
+
+VERBS: list[Verb] = [
+    read, write, list_, list_above, stat_, mkdir, move, delete, chmod, chmod_tree, unpack, unpack_new, pack, pack_above,
+    watch,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=[verb.__name__.strip("_") for verb in VERBS])
@@ -174,3 +229,48 @@ async def test_a_recursive_delete_never_empties_what_a_link_leads_to(files: File
             swapper.kill()
         assert not tree.exists()
         assert ground.outside_is_untouched()
+
+
+STAGE_SWAPPER = """
+import glob, os, sys
+workspace, outside = sys.argv[1:3]
+print("ready", flush=True)
+n = 0
+while True:
+    for path in glob.glob(workspace + "/.sojourn-*.part/d"):
+        n += 1
+        try:
+            os.rename(path, f"{path}{n}")
+            os.symlink(outside, path)
+        except OSError:
+            pass
+"""
+
+
+async def in_pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        await asyncio.sleep(0)
+        yield part
+
+
+async def test_an_archive_stays_inside_while_a_command_swaps_the_directories_that_it_is_unpacked_into(
+    files: FileService, ground: Ground
+) -> None:
+    parts = [directory(b"d"), *(member(b"d/%d/%d" % (n % 2, n), b"x") for n in range(200)), END]
+    command = [sys.executable, "-c", STAGE_SWAPPER, str(ground.workspace), str(ground.outside)]
+    refused = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as swapper:
+        try:
+            assert swapper.stdout is not None
+            assert swapper.stdout.readline() == b"ready\n"
+            async with asyncio.timeout(60):
+                while refused < 10:
+                    try:
+                        await archives_of(files).unpack("into", in_pieces(parts), "tar")
+                    except ExecutorError:
+                        refused += 1
+                    assert ground.outside_is_untouched()
+                    shutil.rmtree(ground.workspace / "into", ignore_errors=True)
+        finally:
+            swapper.kill()
+    assert ground.outside_is_untouched()
