@@ -1,6 +1,6 @@
 # Everything a newcomer or a contributor does with this tree. Targets set up .venv by themselves; a second run is instant.
 .DEFAULT_GOAL := help
-.PHONY: help up demo test lint bench lock clean
+.PHONY: help up demo test lint bench bundle lock clean
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PY := .venv/bin/python
@@ -27,6 +27,9 @@ lint: ## ruff, mypy --strict, and the layers' contracts
 
 bench: ## measure commands directly, through the manager and against the floor (benchmarks/results/)
 	@scripts/bootstrap.sh dev && exec $(PY) benchmarks/bench_exec.py $(ARGS)
+
+bundle: ## make the executor as one directory for any image, with archives (dist/; needs a C compiler)
+	@scripts/bootstrap.sh run && exec $(PY) -m images.bundle.build $(ARGS)
 
 lock: ## resolve the locked versions anew (ARGS=--upgrade for the newest)
 	@scripts/lock.sh $(ARGS)

@@ -37,12 +37,23 @@ def main() -> int:
         print(f"sojourn-executor: {why}", file=sys.stderr)  # noqa: T201
         return 2
     env = dict(os.environ)
+    if b"\0LC_CTYPE=" not in b"\0" + _first_environment():
+        env.pop("LC_CTYPE", None)  # Python's own (PEP 538): commands get what the image says
     for name in list(os.environ):  # nothing of it for a core dump, a child or a reader of our environ
         if name.startswith("SOJOURN_"):
             del os.environ[name]
     import uvloop
 
     return uvloop.run(_run(config, env))
+
+
+def _first_environment() -> bytes:
+    """As the executor was started with it, NAME=value and a zero byte each."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            return file.read()
+    except OSError:
+        return b"LC_CTYPE=\0"  # cannot be told, so it stays
 
 
 async def _run(config: ExecutorConfig, env: dict[str, str]) -> int:
