@@ -182,9 +182,11 @@ class WarmPool:
                 await self.push()
 
     async def push(self) -> None:
+        """Not for pods of a profile that there is no more: they end by themselves."""
         for watch in self._watches.values():
             for pod in list(watch.pods.values()):
-                if self._is_idle(pod) and pod.ready and pod.name not in self._taken:
+                known = pod.labels.get(LABEL_PROFILE) in self._shelves
+                if known and self._is_idle(pod) and pod.ready and pod.name not in self._taken:
                     await self._push(watch, pod)
 
     def views(self) -> list[PoolView]:

@@ -107,12 +107,15 @@ class _Server:
 
     async def open(self) -> None:
         """Returns when a server of ours answers."""
-        if self._alive():
-            if await self._adopted():
-                log.info("embedded_valkey_adopted", extra={"pid": self._record.pid})
-                return
-            await self._fence()
-        await self._start()
+        try:
+            if self._alive():
+                if await self._adopted():
+                    log.info("embedded_valkey_adopted", extra={"pid": self._record.pid})
+                    return
+                await self._fence()
+            await self._start()
+        except OSError as why:
+            raise EmbeddedStoreError(f"the embedded Valkey server cannot be started in {self._folder}: {why}") from why
 
     async def keep_running(self) -> None:
         """Starts the server again whenever it has died, for ever; slower the more often it dies."""
@@ -247,7 +250,10 @@ class _Server:
         if pid is None:
             return False
         self._record = _Record(self._record.socket, pid, _started_at(pid) or 0)
-        self._write_record()
+        try:
+            self._write_record()
+        except OSError as why:  # a full disk is no reason to end a server that answers
+            log.warning("embedded_valkey_not_recorded", extra={"why": str(why)})
         return True
 
     async def _fence(self) -> None:

@@ -126,12 +126,22 @@ class ScriptClient:
             raise StoreUnavailable("Redis did not answer in time; try again shortly") from why
         except failures.ConnectionError as why:  # LOADING and wrong passwords too
             raise StoreUnavailable("Redis cannot be reached or is starting; try again shortly") from why
-        except (failures.OutOfMemoryError, failures.ReadOnlyError) as why:
-            raise StoreUnavailable("Redis takes no writes at present; the operator has to look at it") from why
+        except failures.OutOfMemoryError as why:
+            raise _no_writes("OOM: its memory is full") from why
+        except failures.ReadOnlyError as why:
+            raise _no_writes("READONLY: it is a replica") from why
         except failures.RedisError as why:
+            if str(why).startswith("MISCONF"):
+                raise _no_writes("MISCONF: it cannot write to its disk, which may be full") from why
             if not str(why).startswith(_EXPECTED_REFUSALS):
                 log.error("store_refused", extra={"call": what, "answer": str(why)[:500]})
-            raise StoreUnavailable("Redis refused the call; the operator has to look at it") from why
+            code = str(why).partition(" ")[0]
+            shown = f" ({code})" if code.isalpha() and code.isupper() else ""
+            raise StoreUnavailable(f"Redis refused the call{shown}; the operator has to look at it") from why
         except UnicodeDecodeError as why:
             log.error("store_unreadable", extra={"call": what})
             raise StoreUnavailable("Redis holds a record that cannot be read") from why
+
+
+def _no_writes(why: str) -> StoreUnavailable:
+    return StoreUnavailable(f"Redis takes no writes at present ({why}); the operator has to look at it")

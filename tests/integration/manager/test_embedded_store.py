@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import stat
@@ -368,17 +369,17 @@ async def test_a_caller_that_is_cancelled_leaves_its_answer_to_nobody(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "refusal",
+    ("refusal", "words"),
     [
-        ("CONFIG", "SET", "maxmemory", "1"),  # OOM
-        ("CONFIG", "SET", "min-replicas-to-write", "1"),  # NOREPLICAS
-        ("REPLICAOF", "127.0.0.1", "1"),  # READONLY
-        ("CONFIG", "SET", "requirepass", "x"),  # NOAUTH, on new connections
+        (("CONFIG", "SET", "maxmemory", "1"), "OOM"),
+        (("CONFIG", "SET", "min-replicas-to-write", "1"), "NOREPLICAS"),
+        (("REPLICAOF", "127.0.0.1", "1"), "READONLY"),
+        (("CONFIG", "SET", "requirepass", "x"), ""),  # NOAUTH, on new connections
     ],
-    ids=lambda words: words[-2],
+    ids=lambda words: words[-2] if isinstance(words, tuple) else "",
 )
 async def test_a_server_that_refuses_writes_is_a_typed_error_and_changes_nothing(
-    tmp_path: Path, refusal: tuple[str, ...]
+    tmp_path: Path, refusal: tuple[str, ...], words: str
 ) -> None:
     async with embedded_valkey(tmp_path) as url, Redis.from_url(url) as redis:
         await redis.execute_command(*refusal)  # type: ignore[no-untyped-call]
@@ -386,11 +387,51 @@ async def test_a_server_that_refuses_writes_is_a_typed_error_and_changes_nothing
         with pytest.raises(StoreUnavailable) as failure:
             await store.begin_binding(claim("t"), 60, None)
         assert (failure.value.status, failure.value.retryable) == (503, True)
+        assert words in failure.value.message
         with pytest.raises(StoreUnavailable):
             await store.touch_leases("m1", {"s": 1})
         assert await redis.keys("*") == []
         await store.close()
         await redis.config_set("requirepass", "")
+
+
+@pytest.mark.root
+async def test_a_full_disk_is_told_as_such_and_ends_no_server_that_answers(
+    tmp_path: Path, left_behind: LeaveBehind
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = await asyncio.to_thread(
+        subprocess.run, ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], check=False, timeout=30
+    )
+    if mounted.returncode != 0:
+        pytest.skip("this machine does not let us mount")
+    try:
+        left = await left_behind(place / "data")
+        filler = place / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        async with embedded_valkey(place / "data") as url:
+            assert await get(url) == "kept"
+            assert not gone(left.pid)
+            store = RedisStore.at(url)
+
+            async def told() -> bool:
+                try:
+                    await store.begin_binding(claim(new_id("t")), 60, None)
+                except StoreUnavailable as why:
+                    return "MISCONF" in why.message and "disk" in why.message
+                return False
+
+            await until(told)
+            filler.unlink()
+            await until(lambda: answers(store))
+            await store.close()
+    finally:
+        await asyncio.to_thread(subprocess.run, ["umount", "-l", str(place)], check=False, timeout=30)
 
 
 async def test_a_busy_script_of_somebody_else_is_a_typed_error(tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ async def test_idle_pods_are_told_to_live_on_and_claimed_ones_are_not() -> None:
                 assert set(executor.lease_headers) == {None}  # a quiet deadline would end a pool pod in its waiting
 
 
+async def test_idle_pods_of_a_profile_that_is_no_more_are_left_to_end_by_themselves() -> None:
+    async with world(profiles=(POOLED,), loops=True) as here:
+        await until(lambda: here.services.pool.full)
+        left = list(here.provider.executors.values())
+        await until(lambda: all(executor.pushed for executor in left))
+        renamed = services_over(here.store, here.provider, "m2", profiles=(Profile(name="other", pool_min=1),))
+        async with running(renamed):
+            await renamed.pool.push()
+            assert [len(executor.pushed) for executor in left] == [1, 1, 1]
+
+
 async def test_an_idle_pod_that_does_not_answer_is_taken_out() -> None:
     async with world(profiles=(POOLED,), loops=True) as here:
         await until(lambda: here.services.pool.full)
