@@ -24,6 +24,7 @@ from executor.front import Front
 from executor.guard import OPEN_PATHS, Guard, error_reply
 from executor.isolation import Users
 from executor.lease import Lease
+from executor.ports import PortService
 from executor.processes import Processes
 from executor.reaper import Reaper
 from executor.routes.archives import archive_routes
@@ -31,6 +32,7 @@ from executor.routes.commands import EXEC_BODY_BYTES, command_routes
 from executor.routes.exec_socket import exec_socket_routes
 from executor.routes.files import files_routes
 from executor.routes.lease import health_routes, lease_routes
+from executor.routes.ports import port_routes
 from executor.routes.processes import process_routes
 from executor.routes.reply import json_reply
 from executor.routes.search import search_routes
@@ -72,6 +74,7 @@ class Services:
         self.archives: ArchiveService
         self.searches: SearchService
         self.watches: WatchService
+        self.ports: PortService
         self.usage: UsageService
 
 
@@ -109,6 +112,8 @@ async def open_services(
     services.archives = ArchiveService(services.files, spawner)
     services.searches = SearchService(services.files, spawner)
     services.watches = WatchService(services.files)
+    services.ports = PortService(services.lease)
+    stack.push_async_callback(services.ports.close)
     services.usage = UsageService(config, lambda: _gauges(services), lambda: processes.leaders() | terminals.leaders())
     stack.callback(services.usage.close)
     stack.push_async_callback(_drain, services)
@@ -151,6 +156,7 @@ def routes_of(services: Services) -> list[web.RouteDef]:
         *search_routes(services.searches),
         *watch_routes(services.watches),
         *usage_routes(services.usage),
+        *port_routes(services.ports),
         *lease_routes(services.lease, services.processes, _writer_of(services.files)),
         *health_routes(services.processes),
     ]
@@ -249,6 +255,7 @@ async def serve(config: ExecutorConfig, env: dict[str, str], stop: asyncio.Event
         runner = web.AppRunner(
             make_app(services), access_log=None, handler_cancellation=True, max_line_size=LINE_BYTES,
             max_field_size=LINE_BYTES, keepalive_timeout=75.0, shutdown_timeout=0.5, handle_signals=False,
+            auto_decompress=False,  # what goes to a port goes as it is; no other body of ours may come compressed
         )  # fmt: skip
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -11,7 +11,7 @@
     ├── TooLarge                  413 too_large             ├── RangeNotSatisfiable    416 range_not_satisfiable
     ├── IdempotencyMismatch       422 idempotency_mismatch  ├── RateLimited            429 rate_limited
     ├── NotSupported              501 not_supported         ├── ShuttingDown           503 shutting_down
-    └── NoSpace                   507 no_space
+    ├── PortUnanswered            504 outcome_unknown       └── NoSpace                507 no_space
 
 A class holds the code, the status and whether the same call can succeed later. Only the middleware in
 `executor.app` turns one into HTTP.
@@ -153,6 +153,12 @@ class ShuttingDown(ExecutorError):
     """The pod is ending. Nothing was started."""
 
     code, status, retryable = "shutting_down", 503, True
+
+
+class PortUnanswered(ExecutorError):
+    """A server in the pod took the request and gave no answer that can be read. What it did is its own knowledge."""
+
+    code, status = "outcome_unknown", 504
 
 
 class NoSpace(ExecutorError):

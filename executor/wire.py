@@ -7,7 +7,7 @@ Durations are seconds, sizes bytes, times RFC 3339 in UTC.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -16,6 +16,7 @@ PROTOCOL: Final = "sojourn.v1"
 POD_HEADER: Final = "Sandbox-Pod"
 LEASE_HEADER: Final = "Sandbox-Lease-Sec"
 OFFSET_HEADER: Final = "Sandbox-Output-Offset"
+PORT_HEADER: Final = "Sandbox-Port"  # on what a server behind /v1/ports/ answered itself, and on nothing else
 JSON_TYPE: Final = "application/json"
 NDJSON_TYPE: Final = "application/x-ndjson"
 FRAMES_TYPE: Final = "application/vnd.sojourn.frames"
@@ -759,3 +760,101 @@ def bad_env(env: Mapping[str, str]) -> str | None:
         if "\0" in value:
             return f"{name[:80]} holds a NUL character"
     return None
+
+
+# ── ports: what may pass between a caller and a server in the pod ───────────────────────────────────────────────
+
+PORT_IDLE_SEC: Final = 300.0  # without a byte either way
+PORT_MESSAGE_BYTES: Final = 4 * MiB  # of one WebSocket message: it is whole in memory while it passes
+PORT_FIELD_BYTES: Final = 8_000  # of one header or status line
+PORT_HEADERS: Final = 64
+EXECUTOR_PORT: Final = 8080
+_PORT: Final = re.compile(r"[1-9][0-9]{0,4}\Z")
+_PORT_TARGET: Final = re.compile(r"/[\x21\x22\x24-\x7e]*\Z")
+_DOT_SEGMENT: Final = re.compile(r"/(?:\.|%2e){1,2}(?:/|\Z)", re.IGNORECASE)
+_FIELD_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}\Z")
+_FIELD_VALUE: Final = re.compile(r"[\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]*\Z")
+_OF_ONE_HOP: Final = frozenset({
+    "connection", "expect", "http2-settings", "keep-alive", "proxy-authenticate", "proxy-authentication-info",
+    "proxy-authorization", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
+})  # fmt: skip
+_CREDENTIALS: Final = frozenset({"authorization", "x-api-key", "if-sandbox-pod"})
+
+
+def port_number(text: str) -> int | None:
+    """The port that a path's segment, exactly as it came, stands for; None for anything but 1 to 65535 in plain
+    digits, and for the executor's own: of two spellings of one port a check would sooner or later miss one."""
+    if not _PORT.match(text) or int(text) > 65_535 or int(text) == EXECUTOR_PORT:
+        return None
+    return int(text)
+
+
+def port_target(path: str, query: str) -> str | None:
+    """What to ask the server for; None where a path is no plain one, or leads out of where it is mounted."""
+    target = f"{path}?{query}" if query else path
+    return target if _PORT_TARGET.match(target) and not _DOT_SEGMENT.search(path) else None
+
+
+def headers_to_port(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """A caller's headers without those that are ours, secret or about this one connection. Framing is whose sends."""
+    passed = []
+    for name, value in _of_the_message(headers):
+        plain = _plain(name)
+        if plain in ("host", "content-length") or plain.startswith("sec-websocket-"):
+            continue
+        if plain == "cookie":
+            value = "; ".join(pair for each in value.split(";") if (pair := each.strip()) and not _is_our_cookie(pair))
+            if not value:
+                continue
+        passed.append((name, value))
+    return passed
+
+
+def headers_from_port(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """A server's headers, likewise. Content-Length stays only where the body is not chunked, and is there once; a
+    cookie is for the host that it came from and for no wider domain."""
+    given = list(headers)
+    lengths = {value for name, value in given if name.lower() == "content-length"}
+    is_chunked = any(name.lower() == "transfer-encoding" for name, _ in given)
+    passed = []
+    for name, value in _of_the_message(given):
+        plain = _plain(name)
+        if plain.startswith("sec-websocket-") or plain == "content-length":
+            continue
+        if plain == "set-cookie":
+            if _is_our_cookie(value):
+                continue
+            value = "; ".join(part for part in _parts(value) if part.partition("=")[0].strip().lower() != "domain")
+        passed.append((name, value))
+    if len(lengths) == 1 and not is_chunked:
+        passed.append(("Content-Length", lengths.pop()))
+    return passed
+
+
+def _of_the_message(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    given = list(headers)
+    named = {each.strip().lower() for name, value in given if name.lower() == "connection" for each in value.split(",")}
+    return [
+        (name, value)
+        for name, value in given
+        if _FIELD_NAME.match(name)
+        and _FIELD_VALUE.match(value)
+        and (plain := _plain(name)) not in _OF_ONE_HOP
+        and plain not in named
+        and plain not in _CREDENTIALS
+        and not plain.startswith(("sandbox-", "x-sandbox-"))
+    ]
+
+
+def _plain(name: str) -> str:
+    """Many servers take `_` for `-`, so both spellings are one name here."""
+    return name.lower().replace("_", "-")
+
+
+def _parts(cookie: str) -> list[str]:
+    return [part for each in cookie.split(";") if (part := each.strip())]
+
+
+def _is_our_cookie(pair: str) -> bool:
+    name = pair.partition("=")[0].strip().lower()
+    return name.removeprefix("__host-").removeprefix("__secure-").startswith("sojourn")

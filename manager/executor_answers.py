@@ -57,6 +57,7 @@ EXECUTOR_CODES: Final[dict[str, tuple[int, bool]]] = {
     "rate_limited": (429, True),
     "not_supported": (501, False),
     "shutting_down": (503, True),
+    "outcome_unknown": (504, False),
     "no_space": (507, False),
 }
 
