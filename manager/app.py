@@ -190,12 +190,10 @@ async def _check_isolation(config: ManagerConfig, provider: LocalProvider, say: 
         )
     limits = [name for name in ("memory", "cpu", "pids") if name not in found.missing_limits]
     if found.tier is None:
-        log.warning("no_isolation", extra={"why": found.why_not})
         say("isolation NONE: commands run as plain processes of this machine (--insecure-no-isolation)")
     else:
         say(f"isolation namespaces, {found.tier} tier; limits held: {', '.join(limits) or 'none'}")
     for name, why in found.missing_limits.items():
-        log.warning("limit_not_held", extra={"limit": name, "why": why})
         say(f"          warning: no limit of {name}: {why}")
 
 

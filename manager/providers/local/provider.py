@@ -270,12 +270,14 @@ class LocalProvider:
         return probe(self._data_dir, entry), entry
 
     def _warn(self, plan: Plan, found: Capabilities) -> None:
-        warnings = [] if plan.isolated else ["pods_not_isolated"]
-        warnings += [f"limit_not_enforced_{name}" for name in plan.unenforced]
-        for event in warnings:
+        """Of each kind once."""
+        warnings = {} if plan.isolated else {"pods_not_isolated": found.why_not}
+        if plan.unenforced:
+            whys = (f"{name}: {found.missing_limits[name]}" for name in plan.unenforced)
+            warnings["limits_not_enforced"] = "; ".join(whys)
+        for event, why in warnings.items():
             if event not in self._warned:
                 self._warned.add(event)
-                why = found.why_not if event == "pods_not_isolated" else str(found.missing_limits)
                 log.warning(event, extra={"target": self.name, "why": why})
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
