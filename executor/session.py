@@ -61,6 +61,7 @@ class SessionCommand(Command):
         elif request.stdin_base64 is not None:
             stdin = base64.b64decode(request.stdin_base64)
         assert isinstance(request.command, str)
+        self._since = ticks_now()  # before the shell can start anything
         try:
             for stream in range(1 if request.merge_output else 2):
                 fd = shell.files.open_output(stream)
@@ -72,7 +73,6 @@ class SessionCommand(Command):
             self.pumps.clear()
             raise
         self._shell, self.pid, self.fresh_shell = shell, shell.pid, fresh
-        self._since = ticks_now()
         self.started_at, self._t0 = datetime.now(UTC), time.monotonic()
         if self.streamed or request.no_output_timeout_sec is not None:
             self._arm_pumps()

@@ -47,7 +47,8 @@ from executor.wire import MAX_ARG_BYTES
 log = logging.getLogger("executor.shell")
 
 ABANDON: Final = 52  # a real-time signal in the middle of their range, that nobody uses
-LOOK_SEC: Final = 1.0  # between two looks whether a shell that does not report still can
+LOOK_SEC: Final = 0.3  # between two looks whether a shell that does not report still can
+LAST_LOOK_SEC: Final = 1.0  # before it is ended: it may only be slow to get its turn
 REPORT_BYTES: Final = 8192  # the longest report: it holds the working directory
 _TICK_SEC: Final = 1 / os.sysconf("SC_CLK_TCK")
 _SETTLE: Final = (
@@ -180,17 +181,17 @@ class Shell:
         """A shell that reads on has ended its command. One that was asked by then and still does not report cannot
         any more: it runs nothing (`set -n`), may not open files, or lost the builtins it needs. Asked twice, since an
         interrupted sh throws away what it has read ahead."""
-        self._looking = self.host.loop.call_later(LOOK_SEC, self._look)
         if self._came_back:
             self.is_mute = True
             log.warning("shell_mute", extra={"shell": self.pid})
             self.send(signal.SIGKILL)
-        elif self._asks and self._unread() != 0:
-            return  # it is busy
-        elif self._asks < 2:
-            self._ask()
-        else:
-            self._came_back = True
+            return
+        if not self._asks or self._unread() == 0:
+            if self._asks < 2:
+                self._ask()
+            else:
+                self._came_back = True
+        self._looking = self.host.loop.call_later(LAST_LOOK_SEC if self._came_back else LOOK_SEC, self._look)
 
     def _unread(self) -> int:
         """Bytes in the shell's pipe that it has not taken; -1 where that cannot be told."""

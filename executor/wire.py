@@ -246,6 +246,8 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     descendants_left: bool = False
     duration_ms: float = 0.0
     usage: ResourceUse | None = None
+    ended: bool | msgspec.UnsetType = msgspec.UNSET  # of a command in a session only, as in ExecResult
+    fresh_shell: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class ProcessList(msgspec.Struct, frozen=True):

@@ -316,10 +316,12 @@ class Pod:
         more = "".join(f"&{name}={value}" for name, value in query.items())
         return await self.call("GET", f"/v1/processes/{id}/output?stream={stream}&offset={offset}{more}")
 
-    def open_stream(self, command: str | list[str], accept: str = FRAMES_TYPE, **fields: Any) -> Any:
+    def open_stream(
+        self, command: str | list[str], accept: str = FRAMES_TYPE, *, path: str = "/v1/exec", **fields: Any
+    ) -> Any:
         """The answer as it comes, to be used with `async with`."""
         return self.session.post(
-            self.url + "/v1/exec", data=json.dumps({"command": command, **fields}).encode(),
+            self.url + path, data=json.dumps({"command": command, **fields}).encode(),
             headers={"Authorization": f"Bearer {self.token}", "Accept": accept},
         )  # fmt: skip
 
