@@ -8,6 +8,19 @@ import os
 from executor.pipes import READ_BYTES
 
 
+def new_pipes(count: int) -> list[tuple[int, int]]:
+    """(reading end, writing end) of each. Raises OSError, and then none is open."""
+    made: list[tuple[int, int]] = []
+    try:
+        made.extend(os.pipe2(os.O_CLOEXEC) for _ in range(count))  # keeps those before the one that failed
+    except OSError:
+        for ends in made:
+            for fd in ends:
+                os.close(fd)
+        raise
+    return made
+
+
 class PipeReader:
     """Owns the descriptor. One reader at a time."""
 

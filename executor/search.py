@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from executor.errors import Conflict, InvalidRequest, RateLimited, TooLarge
 from executor.files import FileService
 from executor.filetree import path_base64, type_name
 from executor.isolation import CommandUser
-from executor.pipereader import PipeReader
+from executor.pipereader import PipeReader, new_pipes
 from executor.pipes import StdinWriter
 from executor.safepath import Place, directory_at, file_error
 from executor.spawn import Spawner
@@ -124,8 +124,7 @@ class _Process:
     stdout: PipeReader
 
     def __init__(self, fd: int) -> None:
-        theirs_in, self._in = os.pipe2(os.O_CLOEXEC)
-        self._out, theirs_out = os.pipe2(os.O_CLOEXEC)
+        (theirs_in, self._in), (self._out, theirs_out) = new_pipes(2)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _CODE, str(fd)],
@@ -144,7 +143,10 @@ class _Process:
         finally:
             os.close(theirs_in)
             os.close(theirs_out)
-        self._pidfd = os.pidfd_open(self._process.pid) if kernel.HAS_PIDFD else -1
+        self._pidfd = -1
+        if kernel.HAS_PIDFD:
+            with suppress(OSError):  # then by its number, which is its own until it is collected
+                self._pidfd = os.pidfd_open(self._process.pid)
         self._ended = False
         self._attached = False
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from executor.errors import ExecutorError, InvalidRequest, NotSupported
 from executor.isolation import CommandUser
-from executor.pipereader import PipeReader
+from executor.pipereader import PipeReader, new_pipes
 from executor.pipes import StdinWriter
 from executor.spawn import Spawner
 
@@ -121,9 +121,7 @@ async def running_zstd(spawner: Spawner, user: CommandUser, *, unpack: bool) -> 
     options = ["-dcq", f"--memory={WINDOW_MIB}MiB"] if unpack else ["-cq", "-3", "-T1"]
     limits = f'ulimit -v {_ADDRESS_KIB}; ulimit -t {_CPU_SEC}; exec "$0" "$@"'
     argv = [os.fsencode(word) for word in (shell, "-c", limits, program, *options)]
-    theirs_in, stdin = os.pipe2(os.O_CLOEXEC)
-    stdout, theirs_out = os.pipe2(os.O_CLOEXEC)
-    stderr, theirs_err = os.pipe2(os.O_CLOEXEC)
+    (theirs_in, stdin), (stdout, theirs_out), (stderr, theirs_err) = new_pipes(3)
     run = Zstd(spawner, stdin, stdout, stderr)
     try:
         spawner.spawn(run, user, argv, [f"PATH={PATH}".encode()], b"/", theirs_in, theirs_out, theirs_err, None)

@@ -145,15 +145,7 @@ class _Arrival:
         self._unpacking.close()
         os.close(self._fd)
         if self._stage.exists():
-            shutil.rmtree(self._stage, onerror=_make_writable)
-
-
-def _make_writable(function: Callable[[str], object], path: str, _error: object) -> None:
-    """A directory of the archive that its owner may not write: made by us, so ours to remove."""
-    parent = os.path.dirname(path)
-    if not os.path.islink(parent):
-        os.chmod(parent, 0o700)
-        function(path)
+            shutil.rmtree(self._stage)  # no directory in it has lost its owner's rights yet
 
 
 def _report_of(comment: bytes) -> dict[str, Any]:

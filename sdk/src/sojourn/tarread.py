@@ -46,6 +46,7 @@ class TarLimits:
     file_bytes: int = 8 << 30
     depth: int = 128  # components of a name
     path_bytes: int = 4096
+    hollow_entries: int = 50_000  # directories and empty files, where nine in ten entries are such
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class TarReader:
         self._meta_left = 0
         self._meta_data = bytearray()
         self._zero_blocks = 0
+        self._hollow = 0
         self.entries = 0
         self.total_bytes = 0
         self.skipped_links = 0
@@ -158,6 +160,12 @@ class TarReader:
             raise self._over(member.name, "entries", self._limits.entries)
         if member.size > self._limits.file_bytes:
             raise self._over(member.name, "bytes in one file", self._limits.file_bytes)
+        if member.kind == "directory" or (member.kind == "file" and not member.size):
+            self._hollow += 1
+            if self._hollow > self._limits.hollow_entries and self._hollow * 10 > self.entries * 9:
+                raise self._over(
+                    member.name, "directories and empty files with hardly any other", self._limits.hollow_entries
+                )
         self.total_bytes += member.size
         if self.total_bytes > self._limits.total_bytes:
             raise self._over(member.name, "bytes in all files together", self._limits.total_bytes)

@@ -108,9 +108,11 @@ def test_headers_for_all_members_are_read_past() -> None:
 
 
 def test_every_limit_is_one() -> None:
-    limits = TarLimits(entries=3, total_bytes=1000, file_bytes=600, depth=4, path_bytes=50)
+    limits = TarLimits(entries=30, total_bytes=1000, file_bytes=600, depth=4, path_bytes=50, hollow_entries=20)
     for data in (
-        member(b"a") + member(b"b") + member(b"c") + member(b"d"),
+        b"".join(member(b"%d" % n, b"x") for n in range(31)),
+        b"".join(member(b"%d" % n) for n in range(21)),
+        b"".join(directory(b"%d" % n) for n in range(21)),
         member(b"a", b"x" * 601),
         member(b"a", b"x" * 600) + member(b"b", b"x" * 401),
         directory(b"a/b/c/d/e"),
@@ -120,6 +122,8 @@ def test_every_limit_is_one() -> None:
             read(data + END, limits)
         assert caught.value.fault == "limit"
     assert len(read(member(b"a", b"x" * 600) + member(b"b", b"x" * 400) + directory(b"a/b/c/d") + END, limits)) == 3
+    many = b"".join(member(b"%d" % n) for n in range(24)) + b"".join(member(b"x%d" % n, b"x") for n in range(3))
+    assert len(read(b"".join(member(b"y%d" % n, b"x") for n in range(3)) + many + END, limits)) == 30
 
 
 def test_an_empty_archive_is_one_and_no_bytes_are_none() -> None:
