@@ -57,8 +57,10 @@ def _first_environment() -> bytes:
 
 
 async def _run(config: ExecutorConfig, env: dict[str, str]) -> int:
+    from executor import kernel
     from executor.app import serve
 
+    kernel.know_accounts_from_files_only()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

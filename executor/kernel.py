@@ -35,6 +35,15 @@ def refuse_new_privileges() -> bool:
     return _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def know_accounts_from_files_only() -> None:
+    """Users and groups come from /etc/passwd and /etc/group, as image makers are told, whatever nsswitch.conf says: its
+    other services are libraries of the image, which have no business in this process and may not fit its C library."""
+    configure = getattr(_libc, "__nss_configure_lookup", None)
+    if configure is not None:  # musl has files alone
+        for database in (b"passwd", b"group", b"initgroups"):
+            configure(database, b"files")
+
+
 def raise_open_files() -> int:
     """Raises our own soft limit on descriptors to the hard one; the old soft limit, which commands keep."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from images.bundle import elf
-from images.bundle.contents import ROOT, STDLIB, Module, Unlocked, dependencies, modules
+from images.bundle.contents import DISTRIBUTION, ROOT, STDLIB, Module, Unlocked, dependencies, modules
 
 NAME: Final = "sojourn-executor"
 START: Final = ("-I", "-S", "-m", "executor")
@@ -195,30 +195,40 @@ def _settle(bundle: Path) -> None:
     for path in sorted(bundle.rglob("*"), reverse=True):
         name = str(path.relative_to(bundle))
         path.chmod(0o755 if path.is_dir() or name in programs else 0o644)
-        os.utime(path, (_epoch(), _epoch()))
+        os.utime(path, (epoch(), epoch()))
     bundle.chmod(0o755)
-    os.utime(bundle, (_epoch(), _epoch()))
+    os.utime(bundle, (epoch(), epoch()))
 
 
-def _epoch() -> int:
+def epoch() -> int:
+    """The one time of every file in it."""
     return int(os.environ.get("SOURCE_DATE_EPOCH", "315532800"))  # 1980: older than any zip or tar refuses
 
 
-def pack(bundle: Path) -> list[Path]:
-    """Archives of the bundle beside it: .tar.xz, then .tar.gz."""
-    machine, version = platform.machine(), importlib.metadata.version("sojourn-server")
-    stem = bundle.parent / f"{NAME}-{version}-linux-{machine}"
-    compact, common = Path(f"{stem}.tar.xz"), Path(f"{stem}.tar.gz")
+def pack_compact(bundle: Path) -> Path:
+    """The bundle as .tar.xz beside it."""
     filters: list[dict[str, int]] = [
         {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": DICTIONARY_BYTES}
     ]
-    if machine == "x86_64":
+    if platform.machine() == "x86_64":
         filters.insert(0, {"id": lzma.FILTER_X86})
-    with lzma.open(compact, "wb", filters=filters) as packed:
+    archive = _archive(bundle, "tar.xz")
+    with lzma.open(archive, "wb", filters=filters) as packed:
         _tar(bundle, packed)
-    with common.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed_gz:
-        _tar(bundle, packed_gz)
-    return [compact, common]
+    return archive
+
+
+def pack_common(bundle: Path) -> Path:
+    """The bundle as .tar.gz beside it, for what knows no xz."""
+    archive = _archive(bundle, "tar.gz")
+    with archive.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
+        _tar(bundle, packed)
+    return archive
+
+
+def _archive(bundle: Path, kind: str) -> Path:
+    version = importlib.metadata.version(DISTRIBUTION)
+    return bundle.parent / f"{NAME}-{version}-linux-{platform.machine()}.{kind}"
 
 
 def _tar(bundle: Path, into: lzma.LZMAFile | gzip.GzipFile) -> None:
@@ -261,7 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     size = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file())
     print(f"{bundle}  {size / 1e6:.1f} MB, loads in {seconds:.2f} s")
-    for archive in [] if options.no_archives else pack(bundle):
+    for pack in () if options.no_archives else (pack_compact, pack_common):
+        archive = pack(bundle)
         print(f"{archive}  {archive.stat().st_size / 1e6:.1f} MB")
     return 0
 
