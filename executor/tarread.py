@@ -46,7 +46,7 @@ class TarLimits:
     file_bytes: int = 8 << 30
     depth: int = 128  # components of a name
     path_bytes: int = 4096
-    hollow_entries: int = 50_000  # directories and empty files, where nine in ten entries are such
+    hollow_entries: int = 20_000  # directories and empty files, where nine in ten entries are such
 
 
 @dataclass(frozen=True)
