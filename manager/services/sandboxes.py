@@ -334,6 +334,8 @@ class Sandboxes:
         del self._making[key]
         if done.cancelled() or done.exception() is not None:  # looked at here: its waiters may all have gone
             self.provision_failures += 1
+        else:  # where they have, nothing runs, and the lease is an idle one
+            self._leases.changed(done.result().binding.sandbox_id)
 
     async def _provide(self, owner: Owner, task_id: str, recipe: Profile) -> Bound:
         try:

@@ -128,6 +128,29 @@ async def test_a_caller_that_goes_away_does_not_stop_the_provisioning_of_the_oth
     assert len(here.provider.pods) == 1
 
 
+async def test_a_sandbox_whose_only_caller_has_gone_away_is_idle_from_the_start() -> None:
+    gate = asyncio.Event()
+
+    async def hold(call: str) -> None:
+        if call == "create":
+            await gate.wait()
+
+    async with world(loops=True) as here:
+        here.provider.after = hold
+        caller = asyncio.create_task(ensure(here))
+        await until(lambda: bool(here.provider.pods))
+        caller.cancel()
+        await asyncio.wait([caller])
+        gate.set()
+
+        async def idle() -> bool:
+            binding = await here.store.get_binding(ACME, "t")
+            lease = await here.store.get_lease(binding.sandbox_id) if binding is not None else None
+            return lease is not None and lease.until - lease.now <= TERMS.idle_sec
+
+        await until(idle)
+
+
 # ── what breaks leaves nothing behind ───────────────────────────────────────────────────────────────────────────────
 
 STEPS = [
