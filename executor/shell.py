@@ -337,7 +337,7 @@ def call_line(
     """What the shell is told to run the script, up to where it reports. Without a newline at its end."""
     parts = []
     if mark is not None:
-        parts.append(f"\\command ulimit -S -R {mark} 2>/dev/null; ")
+        parts.append(f"\\command ulimit -S -R {mark}; ")
     if last_code:
         parts.append(f"(\\exit {last_code}); ")
     parts += [f"{name}={quoted(value)} " for name, value in env.items()]

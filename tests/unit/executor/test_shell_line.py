@@ -27,7 +27,7 @@ def test_any_text_is_one_word_of_a_shell(text: str) -> None:
 def test_the_line_marks_sources_and_redirects_in_one_command() -> None:
     line = call_line("/d", {"A": "x y", "B": "'"}, mark=7, has_stdin=True, merged=False, last_code=3).decode()
     assert line == (
-        "\\command ulimit -S -R 7 2>/dev/null; (\\exit 3); A='x y' B=''\\''' "
+        "\\command ulimit -S -R 7; (\\exit 3); A='x y' B=''\\''' "
         "\\command . /d/script </d/stdin >|/d/stdout 2>|/d/stderr; "
     )
     plain = call_line("/d", {}, mark=None, has_stdin=False, merged=True).decode()
