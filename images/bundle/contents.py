@@ -23,13 +23,14 @@ DISTRIBUTION: Final = "sojourn-server"
 # Never part of a running executor; the imports that lead to them stand in branches for developers or other systems.
 # frozenlist's extension alone needs the C++ library, of 2 MB; its Python serves the few lists that there are.
 UNWANTED: Final = (
+    "_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_multibytecodec",
     "_pytest", "aiohttp.pytest_plugin", "aiohttp.test_utils", "aiohttp.worker", "cgi", "curses", "distutils",
     "doctest", "ensurepip", "frozenlist._frozenlist", "ftplib", "gunicorn", "idlelib", "lib2to3",
     "multidict._testcapi", "multiprocessing", "pdb", "pip", "pkg_resources", "psutil._psaix", "psutil._psbsd",
     "psutil._psosx", "psutil._pssunos", "psutil._pswindows", "pydoc", "pytest", "setuptools", "sqlite3", "test",
     "tkinter", "unittest", "xmlrpc",
 )  # fmt: skip
-# Found by name at run time: codecs. Those of East Asian character sets need C tables of 1 MB and are left out.
+# Found by name at run time: codecs. Those of East Asian character sets need C tables of 1 MB, which are left out.
 BY_NAME: Final = ("encodings",)
 
 
@@ -90,14 +91,14 @@ def modules() -> list[Module]:
             elif len(file.parts) == 1 and file.suffix == ".py":
                 where = Path(str(distribution.locate_file(file))).resolve()
                 ours[file.stem] = Module(file.stem, where, package=False)
+    for name in BY_NAME:
+        ours |= _modules_below(STDLIB, name)
     names = sorted(ours)
     found = dict(ours)
     for standard in (_read(names), _measured(names)):
         for name, module in standard.items():
             if module.standard and not _unwanted(name):
                 found.setdefault(name, module)
-    for name in BY_NAME:
-        found |= _modules_below(STDLIB, name)
     return [found[name] for name in sorted(found)]
 
 

@@ -142,6 +142,14 @@ def test_it_holds_every_module_of_the_executor_and_all_can_be_imported(bundle: P
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("codec", ["idna", "punycode", "cp1252", "iso8859_15", "utf_16", "utf_7", "rot13"])
+def test_it_knows_the_codecs_that_are_asked_for_by_name(bundle: Path, codec: str) -> None:
+    code = f"import codecs; assert codecs.decode(codecs.encode('abc', {codec!r}), {codec!r}) == 'abc'"
+    argv = [str(bundle / "bin" / "python3"), "-I", "-S", "-c", code]
+    done = subprocess.run(argv, env={}, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_its_archive_is_small_ordered_and_names_nobody(bundle: Path) -> None:
     archive = bundle_build.pack_common(bundle)
     assert archive.stat().st_size < 15_000_000

@@ -1,0 +1,189 @@
+"""The Containerfiles: what they promise by their text, and one of them really built and run."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import pytest
+
+from images.bundle.elf import loader_of
+from tests.support.executor_pod import IS_ROOT, ROOT
+
+pytestmark = pytest.mark.timeout(600)  # builds a bundle and an image
+
+CONTAINERFILES: Final = sorted((ROOT / "images").glob("*/Containerfile"))
+START_SEC: Final = 60.0
+
+
+def instructions_of(file: Path) -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", file.read_text())
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def test_there_is_one_for_each_image_that_is_promised() -> None:
+    assert [file.parent.name for file in CONTAINERFILES] == ["base", "node", "python"]
+
+
+@pytest.mark.parametrize("file", CONTAINERFILES, ids=lambda file: file.parent.name)
+def test_an_image_starts_the_executor_and_carries_no_secret(file: Path) -> None:
+    instructions = instructions_of(file)
+    words = [word for word, _ in instructions]
+    assert words[:2] == ["ARG", "FROM"], "the base can be another"
+    assert dict(instructions)["FROM"] == "${FROM}"
+    base = next(rest for word, rest in instructions if word == "ARG")
+    assert re.fullmatch(r"FROM=[a-z]+:[a-z0-9.-]+", base), "a base is named with a version"
+    assert "latest" not in base
+    assert json.loads(dict(instructions)["ENTRYPOINT"]) == ["/opt/sojourn/sojourn-executor"]
+    assert ("COPY", "dist/sojourn-executor /opt/sojourn") in instructions
+    assert ("ARG", "RUN_AS=0:0") in instructions, "split unless one asks for single"
+    assert words.index("COPY") < words.index("USER"), "files belong to root"
+    assert not {"ENV", "ADD", "VOLUME", "CMD"} & set(words), "nothing is set that commands would see"
+    assert "TOKEN" not in file.read_text().upper()
+
+
+@pytest.mark.parametrize("file", CONTAINERFILES, ids=lambda file: file.parent.name)
+def test_what_a_containerfile_copies_is_sent_to_the_builder(file: Path) -> None:
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for word, rest in instructions_of(file):
+        if word == "COPY":
+            assert set(rest.split()[:-1]) <= sent
+        for source in re.findall(r"source=([^, ]+)", rest):
+            assert source in sent
+            assert (ROOT / source).is_file()
+
+
+@pytest.fixture(scope="module")
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
+    program = shutil.which("buildah")
+    if program is None:
+        pytest.skip("no buildah here (Debian: apt-get install buildah)")
+    if not IS_ROOT:
+        pytest.skip("building without a container runtime needs root")
+    with_storage = Buildah(program, tmp_path_factory.mktemp("buildah"))
+    yield with_storage
+    with_storage.remove_everything()
+
+
+class Buildah:
+    """buildah with a storage of its own; the machine's images stay as they are."""
+
+    def __init__(self, program: str, directory: Path) -> None:
+        self._storage = [
+            "--root",
+            str(directory / "root"),
+            "--runroot",
+            str(directory / "run"),
+            "--storage-driver",
+            "vfs",
+        ]
+        self._program = program
+        self._directory = directory
+
+    def argv(self, *arguments: str) -> list[str]:
+        return [self._program, *self._storage, *arguments]
+
+    def __call__(self, *arguments: str) -> str:
+        done = subprocess.run(self.argv(*arguments), capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, f"buildah {arguments[0]}: {done.stderr[-3000:]}"
+        return done.stdout.strip()
+
+    def remove_everything(self) -> None:
+        self("rm", "--all")
+        self("rmi", "--all", "--force")
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def busybox_image(buildah: Buildah, directory: Path) -> str:
+    """An image without any library: one static program with many names."""
+    busybox = Path("/bin/busybox")
+    if not busybox.is_file() or loader_of(busybox) is not None:
+        pytest.skip("no static busybox here (Debian: apt-get install busybox-static)")
+    rootfs = directory / "rootfs"
+    for name in ("bin", "etc", "tmp", "dev", "proc", "home"):
+        (rootfs / name).mkdir(parents=True)
+    (rootfs / "tmp").chmod(0o1777)
+    shutil.copy(busybox, rootfs / "bin" / "busybox")
+    for name in ("sh", "mkdir", "chown", "chmod", "sed", "mv", "id", "env", "cat", "echo"):
+        (rootfs / "bin" / name).symlink_to("busybox")
+    (rootfs / "etc" / "passwd").write_text("root:x:0:0::/:/bin/sh\nsomebody:x:1000:1000::/home/somebody:/bin/sh\n")
+    (rootfs / "etc" / "group").write_text("root:x:0:\nsomebody:x:1000:\n")
+    (rootfs / "home" / "somebody").mkdir()
+    container = buildah("from", "scratch")
+    buildah("add", container, str(rootfs), "/")
+    buildah("config", "--env", "PATH=/bin", container)
+    buildah("commit", container, "sojourn-test-busybox")
+    return "localhost/sojourn-test-busybox"
+
+
+@asynccontextmanager
+async def running(buildah: Buildah, image: str) -> AsyncIterator[tuple[str, str]]:
+    """The address and the token of a container's executor."""
+    token = secrets.token_hex(16)
+    settings = {
+        "SOJOURN_POD_TOKEN_SHA256": hashlib.sha256(token.encode()).hexdigest(),
+        "SOJOURN_EXECUTOR_HOST": "127.0.0.1", "SOJOURN_EXECUTOR_PORT": "0",
+    }  # fmt: skip
+    container = buildah("from", "--pull-never", image)
+    config = json.loads(buildah("inspect", container))["OCIv1"]["config"]
+    argv = buildah.argv("run", "--isolation", "chroot", *(f"--env={name}={value}" for name, value in settings.items()))
+    process = await asyncio.create_subprocess_exec(
+        *argv, container, "--", *config["Entrypoint"], stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(START_SEC):
+            where = await _address(process)
+        yield f"http://{where}", token
+    finally:
+        if process.returncode is None:
+            process.terminate()  # buildah passes it on
+        await asyncio.wait_for(process.communicate(), 60)
+        buildah("rm", container)
+
+
+async def _address(process: asyncio.subprocess.Process) -> str:
+    assert process.stderr is not None
+    said = []
+    while line := await process.stderr.readline():
+        said.append(line.decode(errors="replace"))
+        if "executor_ready" in said[-1]:
+            return str(json.loads(line)["where"])
+    raise AssertionError(f"the executor did not start:\n{''.join(said)}")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("run_as", ["0:0", "1000:1000"])
+async def test_the_base_image_is_built_on_one_without_a_c_library_and_runs_commands(
+    buildah: Buildah, bundle: Path, tmp_path: Path, run_as: str
+) -> None:
+    context = tmp_path / "context"
+    (context / "images").mkdir(parents=True)
+    shutil.copy(ROOT / "images" / "prepare.sh", context / "images")
+    (context / "dist").mkdir()
+    subprocess.run(["cp", "-a", bundle, context / "dist" / "sojourn-executor"], timeout=60, check=True)
+    base = busybox_image(buildah, tmp_path)
+    arguments = [f"--build-arg={one}" for one in (f"FROM={base}", "PACKAGES=", f"RUN_AS={run_as}")]
+    file = str(ROOT / "images" / "base" / "Containerfile")
+    buildah("bud", "--isolation", "chroot", "--pull-never", *arguments, "-f", file, "-t", "sojourn-test", str(context))
+    async with running(buildah, "localhost/sojourn-test") as (url, token), aiohttp.ClientSession() as session:
+        body = {"command": "id -u; id -g; echo $USER $HOME; pwd; echo kept > file; cat file; env"}
+        async with session.post(f"{url}/v1/exec", json=body, headers={"Authorization": f"Bearer {token}"}) as answer:
+            assert answer.status == 200, await answer.text()
+            result: dict[str, Any] = await answer.json()
+    assert result["exit_code"] == 0, result
+    uid, gid, account, cwd, kept, *env = result["stdout"].splitlines()
+    assert (uid, gid, cwd, kept) == ("1000", "1000", "/workspace", "kept")
+    assert account == "sandbox /home/sandbox"
+    names = {line.split("=", 1)[0] for line in env}
+    assert names <= {"PATH", "LANG", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_"}
