@@ -30,6 +30,9 @@ from executor.wire import (
     MAX_TIMEOUT_SEC,
     OFFSET_HEADER,
     POD_HEADER,
+    PORT_HEADER,
+    PORT_IDLE_SEC,
+    PORT_MESSAGE_BYTES,
     PROTOCOL,
     BindRequest,
     ExecRequest,
@@ -59,12 +62,13 @@ from manager.executor_answers import (
     refusal,
 )
 from manager.pod_http import CONNECT_SEC, Interrupted, PodConnections, dial_unix
-from manager.pod_socket import MESSAGE_BYTES, PodSocket, refused_upgrade
+from manager.pod_socket import MESSAGE_BYTES, PodSocket, refused_port, refused_upgrade
 
 MARGIN_SEC: Final = 30.0  # beyond a command's own timeout, for an executor that is busy
 STREAM_IDLE_SEC: Final = 3 * HEARTBEAT_SEC  # without a frame: three heartbeats missed
 CALL_SEC: Final = 15.0  # a call that runs nothing
 FRAME_BYTES: Final = 8 * CHUNK_BYTES  # an honest frame has one chunk and an offset, or a small JSON text
+_PORT_MARGIN_SEC: Final = 10.0  # beyond what the executor waits for a server: its own words are the better ones
 _TAIL_SEC: Final = 1.0  # from the exit frame to the end of the body, for the connection to be used again
 
 _REQUEST_HEADERS: Final = frozenset(
@@ -92,11 +96,27 @@ class PodRef(msgspec.Struct, frozen=True):
     lease_sec: int | None = None  # None for a pool pod, whose deadline is pushed on by itself
 
 
+class PortDeclined(Exception):
+    """The server behind a port answered an upgrade to WebSocket with this status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"declined with {status}")
+        self.status = status
+
+
 class ForwardedResponse(msgspec.Struct, frozen=True):
     """An answer to pass on: only headers that an executor has reason to send, the body as it comes."""
 
     status: int
     headers: dict[str, str]
+    body: AsyncIterator[bytes]
+
+
+class PortAnswer(msgspec.Struct, frozen=True):
+    """What a server behind a port answered: its headers as they came, the body as it comes."""
+
+    status: int
+    headers: list[tuple[str, str]]
     body: AsyncIterator[bytes]
 
 
@@ -161,9 +181,9 @@ class _Channel:
                 auto_decompress=False,
                 trust_env=False,
                 read_bufsize=1 << 18,
-                max_line_size=4096,
-                max_field_size=4096,
-                max_headers=64,
+                max_line_size=8192,  # what an executor lets pass from a server behind a port, and a little of its own
+                max_field_size=8192,
+                max_headers=80,
             )
         return self._session
 
@@ -370,6 +390,82 @@ class ExecutorClient:
             finally:
                 await socket.close()
 
+    # ── servers behind ports ────────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def port(
+        self,
+        pod: PodRef,
+        method: str,
+        port: int,
+        target: str,
+        headers: list[tuple[str, str]],
+        body: AsyncIterator[bytes] | None,
+    ) -> AsyncIterator[PortAnswer]:
+        """One call to a server in the pod, streamed both ways. `target` as `wire.port_target` gives it, `headers` as
+        `wire.headers_to_port`, with the body's Content-Length where it has one.
+
+        Raises what the executor itself refuses; the server's own errors are answers."""
+        upload = _Upload(body) if body is not None else None
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SEC, sock_read=PORT_IDLE_SEC + _PORT_MARGIN_SEC)
+        with self._channel(pod) as channel:
+            try:
+                with _as_ours():
+                    response = await channel.session.request(
+                        method,
+                        _port_url(channel, port, target),
+                        data=upload.chunks() if upload is not None else None,
+                        headers=headers,
+                        skip_auto_headers=("Accept", "Content-Type"),
+                        timeout=timeout,
+                        allow_redirects=False,
+                    )
+                    if PORT_HEADER not in response.headers:
+                        async with response:
+                            if method == "HEAD":
+                                raise refused_port(response.status)
+                            raise refusal(response.status, await _read(response, ERROR_BYTES))
+            except (Interrupted, BadAnswer, TimeoutError) as why:
+                if upload is not None and upload.failure is not None:
+                    raise upload.failure from None  # it was the caller's body that broke, not the pod
+                raise ExecutorUnreachable(f"the pod broke off: {_words(why)}") from why
+            chunks = _chunks(response)
+            try:
+                if response.status < 200:
+                    raise ExecutorUnreachable(f"the pod answered {response.status}")
+                yield PortAnswer(response.status, list(response.headers.items()), chunks)
+            finally:
+                await chunks.aclose()
+                _let_go(response, whole=response.content.at_eof())
+
+    @asynccontextmanager
+    async def port_socket(
+        self, pod: PodRef, port: int, target: str, headers: list[tuple[str, str]], protocols: list[str]
+    ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """A WebSocket to a server in the pod, its messages as they are; leaving closes it.
+
+        Raises PortDeclined where the server will not have it, and what the executor refuses."""
+        with self._channel(pod) as channel:
+            try:
+                with _as_ours():
+                    async with asyncio.timeout(PORT_IDLE_SEC + _PORT_MARGIN_SEC):
+                        try:
+                            ws = await channel.session.ws_connect(
+                                _port_url(channel, port, target), headers=headers, protocols=protocols,
+                                max_msg_size=PORT_MESSAGE_BYTES, compress=0, autoclose=False, autoping=False,
+                                timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+                            )  # fmt: skip
+                        except aiohttp.WSServerHandshakeError as why:
+                            if why.headers is not None and PORT_HEADER in why.headers and 300 <= why.status < 600:
+                                raise PortDeclined(why.status) from None
+                            raise refused_port(why.status) from why
+            except (Interrupted, BadAnswer, TimeoutError) as why:
+                raise ExecutorUnreachable(f"the pod did not take a WebSocket: {_words(why)}") from why
+            try:
+                yield ws
+            finally:
+                await ws.close()
+
     # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def forget(self, pod: str) -> None:
@@ -522,6 +618,10 @@ def _as_ours() -> Iterator[None]:
         raise Interrupted(_words(why)) from why  # aiohttp's "Connection closed." and "Session is closed"
     except ValueError as why:
         raise BadAnswer(_words(why)) from why
+
+
+def _port_url(channel: _Channel, port: int, target: str) -> URL:
+    return URL(f"{channel.base.origin()}/v1/ports/{port}{target}", encoded=True)
 
 
 def _let_go(response: aiohttp.ClientResponse, *, whole: bool) -> None:

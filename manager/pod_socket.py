@@ -118,6 +118,25 @@ def refused_upgrade(why: aiohttp.WSServerHandshakeError) -> ExecutorRefused | Ex
     return ExecutorRefused(code, why.status, message, EXECUTOR_CODES[code][1], {})
 
 
+def refused_port(status: int) -> ExecutorRefused | ExecutorUnreachable:
+    """The error for a call to a port that the executor itself answered with `status`, where its words do not come."""
+    known = {
+        400: ("invalid_request", "the executor refuses the port or the path"),
+        404: ("not_found", "nothing listens on that port of the sandbox; start the server, or wait until it is up"),
+        429: ("rate_limited", "there are as many calls to the sandbox's ports as there may be"),
+        503: ("shutting_down", "the pod is ending"),
+        504: ("outcome_unknown", "the server took the request and gave no answer that can be read"),
+    }  # fmt: skip
+    if status == 409:
+        return WrongPodAnswer("another pod answered at this pod's address")
+    if status == 401:
+        return ExecutorNotReached("the pod refuses this manager's token: was the manager's secret changed?")
+    if status not in known:
+        return ExecutorUnreachable(f"the pod failed with status {status}")
+    code, message = known[status]
+    return ExecutorRefused(code, status, message, EXECUTOR_CODES[code][1], {})
+
+
 def told(event: StreamError) -> ExecutorRefused:
     """The error of a frame that `receive` let pass."""
     return refused(event.error)

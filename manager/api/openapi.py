@@ -28,6 +28,8 @@ _PATH_TEXT: Final = {
     "written as and `.`, `..` and ids that begin with ~ must be",
     "process_id": "the process's id",
     "terminal_id": "the terminal's id",
+    "port": "a port of the sandbox's loopback, 1 to 65535 in plain digits, but 8080",
+    "path": "what the server is asked for, as it is to arrive",
     "sandbox_id": "the sandbox's id",
     "key_id": "the key's id, which is not secret",
 }

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from executor import wire
 from manager import __version__
-from manager.api import operators, sockets, tasks
+from manager.api import operators, ports, sockets, tasks
 from manager.api.docs_page import page
 from manager.api.openapi import document
 from manager.api.server import DOCUMENTS, SERVICES, Documents, Route, expectation, guard
@@ -54,6 +54,18 @@ _FILES: Final = ("invalid_path", "permission_denied", "file_not_found", "not_a_f
 _PATH: Final = {"path": "absolute, or relative to the workspace"}
 _AS_USER: Final = {"user": "whom to act as; only users that the profile allows"}
 _BINARY: Final = ("application/octet-stream",)
+
+_PORTS: Final = tuple(
+    Route(
+        method=method, path=_TASK + "/ports/{port:[^/]*}" + rest, handler=ports.port_call,
+        summary="A server in the sandbox, over HTTP" + (" or upgraded to a WebSocket." if method == "GET" else "."),
+        request=bytes if method in ("POST", "PUT", "PATCH") else None,
+        replies={200: bytes} | ({101: None} if method == "GET" else {}), content_types=("*/*",),
+        errors=(*_FINDING, "outcome_unknown", "shutting_down"),
+    )
+    for method in ports.METHODS
+    for rest in ("", "/{path:.*}")
+)  # fmt: skip
 
 ROUTES: Final[tuple[Route, ...]] = (
     # ── task sessions ───────────────────────────────────────────────────────────────────────────────────────────
@@ -216,6 +228,7 @@ ROUTES: Final[tuple[Route, ...]] = (
         summary="Memory, CPU, processes and disk in use, against the limits.",
         replies={200: wire.UsageReport}, errors=_FINDING,
     ),
+    *_PORTS,
     Route(
         method="GET", path=_TASK, handler=tasks.get_task,
         summary="The task's sandbox: stage, lease, pod, profile, target.",

@@ -13,7 +13,15 @@ from manager.config import ManagerConfig
 from manager.metrics import Metrics
 from manager.model import Binding, Owner, Principal, Role
 from manager.services.pool import PoolView
-from manager.services.tasks import TaskExecAnswer, TaskForward, TaskSocket, TaskStream, TaskView
+from manager.services.tasks import (
+    TaskExecAnswer,
+    TaskForward,
+    TaskPort,
+    TaskPortSocket,
+    TaskSocket,
+    TaskStream,
+    TaskView,
+)
 from manager.store.base import KeyRecord
 
 
@@ -105,6 +113,31 @@ class TaskService(Protocol):
     def terminal_socket(
         self, principal: Principal, task_id: str, terminal_id: str, query: str, *, pod_expected: str | None = None
     ) -> AbstractAsyncContextManager[TaskSocket]: ...
+
+    def port(
+        self,
+        principal: Principal,
+        task_id: str,
+        method: str,
+        port: int,
+        target: str,
+        headers: list[tuple[str, str]],
+        body: AsyncIterator[bytes] | None,
+        *,
+        pod_expected: str | None = None,
+    ) -> AbstractAsyncContextManager[TaskPort]: ...
+
+    def port_socket(
+        self,
+        principal: Principal,
+        task_id: str,
+        port: int,
+        target: str,
+        headers: list[tuple[str, str]],
+        protocols: list[str],
+        *,
+        pod_expected: str | None = None,
+    ) -> AbstractAsyncContextManager[TaskPortSocket]: ...
 
     async def get(self, principal: Principal, task_id: str) -> TaskView: ...
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Final, Literal, TypeVar
 
+import aiohttp
 import msgspec
 
 from executor.wire import FRAME_START, ExecRequest, ExecResult, FrameEvent, TerminalRequest, bad_field
@@ -26,7 +27,7 @@ from manager.errors import (
     SandboxReplaced,
 )
 from manager.executor_answers import ExecutorNotReached
-from manager.executor_client import STREAM_IDLE_SEC, ExecutorClient, ForwardedResponse
+from manager.executor_client import STREAM_IDLE_SEC, ExecutorClient, ForwardedResponse, PortAnswer
 from manager.model import Binding, BindingState, Owner, PodEnded, Principal
 from manager.pod_socket import PodSocket
 from manager.services.idempotency import Marks, Once
@@ -84,6 +85,23 @@ class TaskSocket(msgspec.Struct, frozen=True):
 class TaskForward(msgspec.Struct, frozen=True):
     facts: SandboxFacts
     response: ForwardedResponse
+
+
+class TaskPort(msgspec.Struct, frozen=True):
+    """What a server in a task's pod answered."""
+
+    facts: SandboxFacts
+    answer: PortAnswer
+    traffic: Callable[[], None]  # to be called for each piece of the answer
+
+
+class TaskPortSocket(msgspec.Struct, frozen=True):
+    """A WebSocket to a server in a task's pod."""
+
+    facts: SandboxFacts
+    ws: aiohttp.ClientWebSocketResponse
+    traffic: Callable[[], None]
+    check: Callable[[], None]  # raises SandboxGone where the pod's time is over
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,6 +330,68 @@ class TaskSessions:
             stack.callback(traffic.close)
             yield TaskSocket(_facts(bound), socket, traffic.passed, partial(self._check_current, bound, None))
 
+    # ── servers in the pod ──────────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def port(
+        self,
+        principal: Principal,
+        task_id: str,
+        method: str,
+        port: int,
+        target: str,
+        headers: list[tuple[str, str]],
+        body: AsyncIterator[bytes] | None,
+        *,
+        pod_expected: str | None = None,
+    ) -> AsyncIterator[TaskPort]:
+        """A call to a server in the task's pod. No method provides a sandbox: in a new one nothing would listen. It is
+        work until its answer begins, and then while something passes."""
+        bound = await self._existing(principal.owner, task_id, pod_expected, renew=True)
+        async with AsyncExitStack() as stack:
+            traffic = self._traffic(bound, stack)
+            sent = _passing(body, traffic) if body is not None else None
+            with self._sandboxes.operation(bound):
+                calling = self._client.port(bound.pod, method, port, target, headers, sent)
+                answer = await self._reached(bound, stack, calling)
+            self._check_current(bound, None)
+            yield TaskPort(_facts(bound), answer, traffic.passed)
+
+    @asynccontextmanager
+    async def port_socket(
+        self,
+        principal: Principal,
+        task_id: str,
+        port: int,
+        target: str,
+        headers: list[tuple[str, str]],
+        protocols: list[str],
+        *,
+        pod_expected: str | None = None,
+    ) -> AsyncIterator[TaskPortSocket]:
+        """A WebSocket to it: work while messages pass."""
+        bound = await self._existing(principal.owner, task_id, pod_expected, renew=True)
+        async with AsyncExitStack() as stack:
+            traffic = self._traffic(bound, stack)
+            with self._sandboxes.operation(bound):
+                opening = self._client.port_socket(bound.pod, port, target, headers, protocols)
+                ws = await self._reached(bound, stack, opening)
+            yield TaskPortSocket(_facts(bound), ws, traffic.passed, partial(self._check_current, bound, None))
+
+    def _traffic(self, bound: Bound, stack: AsyncExitStack) -> Traffic:
+        traffic = Traffic(lambda: self._sandboxes.operation(bound))
+        stack.callback(traffic.close)
+        return traffic
+
+    async def _reached(self, bound: Bound, stack: AsyncExitStack, opening: AbstractAsyncContextManager[T]) -> T:
+        """Raises SandboxGone where it turns out that the pod has ended."""
+        try:
+            return await stack.enter_async_context(opening)
+        except ExecutorNotReached:
+            if not await self._sandboxes.check_gone(bound):
+                raise
+            raise gone(self._sandboxes.ended(bound.binding.pod)) from None
+
     # ── the task itself ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def get(self, principal: Principal, task_id: str) -> TaskView:
@@ -468,6 +548,12 @@ class _Given:
         self.begun = True
         async for chunk in given:
             yield chunk
+
+
+async def _passing(body: AsyncIterator[bytes], traffic: Traffic) -> AsyncIterator[bytes]:
+    async for piece in body:
+        traffic.passed()
+        yield piece
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], body: AsyncIterator[bytes] | bytes | None, what: str) -> T:

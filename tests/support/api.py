@@ -28,7 +28,7 @@ PEPPER = b"a pepper of the tests alone"
 CLEANUP = "cleanup-secret-of-the-tests"
 PLACES = {
     "task_id": "a-task", "process_id": "a-process", "terminal_id": "a-terminal", "sandbox_id": "a-sandbox",
-    "key_id": "a" * 26,
+    "key_id": "a" * 26, "port": "3000", "path": "x",
 }  # fmt: skip
 
 

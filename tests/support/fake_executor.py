@@ -10,6 +10,11 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from executor.config import ExecutorConfig
+from executor.errors import ExecutorError
+from executor.lease import Lease
+from executor.ports import PortService
+from executor.routes.ports import port_routes
 from executor.wire import (
     CHUNK_BYTES,
     FRAME_STDIN,
@@ -95,6 +100,8 @@ class FakeExecutor:
         self.closed_with: list[int | None] = []  # how the manager ended them
         self.says: list[bytes] = []  # sent to every terminal's connection at its start, whatever it is
         self.sockets: list[web.WebSocketResponse] = []
+        self.port_says: Callable[[], web.StreamResponse] | None = None  # instead of what a server behind a port says
+        self._ports: PortService | None = None
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])
@@ -111,6 +118,8 @@ class FakeExecutor:
         app.router.add_put("/v1/files", self._put_file)
         app.router.add_get("/v1/files", self._get_file)
         app.router.add_get("/v1/usage", self._health)
+        app.router.add_route("*", "/v1/ports/{port:[^/]*}/{path:.*}", self._port)
+        self._ports = PortService(Lease(ExecutorConfig(token_sha256="0" * 64), lambda: 0, lambda _why: None))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._socket)).start()
@@ -119,6 +128,8 @@ class FakeExecutor:
         """As when the pod ends: connections break, nothing listens any more."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            if self._ports is not None:
+                await self._ports.close()
             for connection in runner.server.connections if runner.server is not None else ():
                 if connection.transport is not None:
                     connection.transport.abort()
@@ -279,6 +290,17 @@ class FakeExecutor:
 
     async def _process(self, request: web.Request) -> web.StreamResponse:
         return refuse(404, "not_found", "no such process")
+
+    async def _port(self, request: web.Request) -> web.StreamResponse:
+        """What a real executor does: the server is on the loopback that we all share here."""
+        if self.port_says is not None:
+            return self.port_says()
+        assert self._ports is not None
+        try:
+            reply: web.StreamResponse = await port_routes(self._ports)[1].handler(request)
+            return reply
+        except ExecutorError as error:
+            return refuse(error.status, error.code, error.message)
 
     async def _put_file(self, request: web.Request) -> web.StreamResponse:
         self.files[request.query["path"]] = await request.read()
