@@ -20,6 +20,7 @@ PORT_HEADER: Final = "Sandbox-Port"  # on what a server behind /v1/ports/ answer
 JSON_TYPE: Final = "application/json"
 NDJSON_TYPE: Final = "application/x-ndjson"
 FRAMES_TYPE: Final = "application/vnd.sojourn.frames"
+SSE_TYPE: Final = "text/event-stream"
 
 MiB: Final = 1 << 20
 MAX_TIMEOUT_SEC: Final = 86_400.0
@@ -517,6 +518,25 @@ class StreamError(msgspec.Struct, frozen=True, tag="error", kw_only=True):
 
 
 CommandEvent = Started | StdoutEvent | StderrEvent | Gap | Heartbeat | Exit | StreamError
+
+
+class ServerSentLines:
+    """A command's events as `text/event-stream`: the JSON events as data, their type as the event's name, and as its
+    id how far each stream is told of: `<bytes of stdout>-<bytes of stderr>`. Heartbeats are comments."""
+
+    def __init__(self) -> None:
+        self._ends = {"stdout": 0, "stderr": 0}
+
+    def write(self, event: msgspec.Struct) -> bytes:
+        if isinstance(event, Heartbeat):
+            return b": heartbeat %b\n\n" % event.at.encode()
+        if isinstance(event, StdoutEvent | StderrEvent):
+            self._ends["stdout" if isinstance(event, StdoutEvent) else "stderr"] = event.end_offset
+        elif isinstance(event, Gap):
+            self._ends[event.stream] = event.offset + event.bytes
+        name, id = str(event.__struct_config__.tag), f"{self._ends['stdout']}-{self._ends['stderr']}"
+        # JSON has no raw line break, so that one data line holds it.
+        return f"event: {name}\nid: {id}\ndata: ".encode() + _ENCODER.encode(event) + b"\n\n"
 
 
 # ── events of a watched directory ───────────────────────────────────────────────────────────────────────────────

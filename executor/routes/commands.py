@@ -1,4 +1,4 @@
-"""`POST /v1/exec`: run and wait, or the same as NDJSON events or binary frames."""
+"""`POST /v1/exec`: run and wait, or the same as NDJSON events, server-sent events or binary frames."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from executor.wire import (
     FRAMES_TYPE,
     JSON_TYPE,
     NDJSON_TYPE,
+    SSE_TYPE,
     ExecRequest,
     Gap,
     Heartbeat,
     MiB,
+    ServerSentLines,
     SessionExecRequest,
     Started,
     StderrEvent,
@@ -57,6 +59,8 @@ async def run_and_answer(
         return await _stream(request, body, start, FrameWriter())
     if NDJSON_TYPE in accept:
         return await _stream(request, body, start, NdjsonWriter(body.encoding == "text"))
+    if SSE_TYPE in accept:
+        return await _stream(request, body, start, SseWriter(body.encoding == "text"))
     command, _joined = start(False)
     with _ending_on_abort(command, body):
         await _until_ended(command)
@@ -162,11 +166,14 @@ class NdjsonWriter:
     def __init__(self, text: bool) -> None:
         self._texts = (TextPieces(0), TextPieces(0)) if text else None
 
+    def _line(self, event: msgspec.Struct) -> bytes:
+        return _ENCODER.encode(event) + b"\n"
+
     def started(self, command: Command, joined: bool) -> bytes:
-        return _line(Started(id=command.id, pid=command.pid or None, joined=joined))
+        return self._line(Started(id=command.id, pid=command.pid or None, joined=joined))
 
     def heartbeat(self) -> bytes:
-        return _line(Heartbeat(at=now_rfc3339()))
+        return self._line(Heartbeat(at=now_rfc3339()))
 
     def output(self, pieces: list[tuple[int, Piece]]) -> list[bytes]:
         out = []
@@ -176,8 +183,8 @@ class NdjsonWriter:
                 if self._texts is not None:
                     cut = self._texts[stream].restart(piece.offset)
                     if cut is not None:
-                        out.append(_line(event(offset=cut[0], end_offset=cut[1], text=cut[2])))
-                out.append(_line(Gap(stream=STREAMS[stream], offset=piece.offset - piece.gap, bytes=piece.gap)))
+                        out.append(self._line(event(offset=cut[0], end_offset=cut[1], text=cut[2])))
+                out.append(self._line(Gap(stream=STREAMS[stream], offset=piece.offset - piece.gap, bytes=piece.gap)))
             if not piece.data:
                 continue
             for at in range(0, len(piece.data), CHUNK_BYTES):
@@ -185,11 +192,11 @@ class NdjsonWriter:
                 if self._texts is None:
                     end = part.offset + len(part.data)
                     encoded = base64.b64encode(part.data).decode()
-                    out.append(_line(event(offset=part.offset, end_offset=end, data_base64=encoded)))
+                    out.append(self._line(event(offset=part.offset, end_offset=end, data_base64=encoded)))
                 else:
                     start, end, text = self._texts[stream].feed(part)
                     if text:
-                        out.append(_line(event(offset=start, end_offset=end, text=text)))
+                        out.append(self._line(event(offset=start, end_offset=end, text=text)))
         return [b"".join(out)] if out else []
 
     def end(self, command: Command, missed: bool) -> bytes:
@@ -199,13 +206,20 @@ class NdjsonWriter:
                 start, end, rest = text.feed(Piece(command.logs[stream].end, b""), final=True)
                 if rest:
                     event = StdoutEvent if stream == 0 else StderrEvent
-                    out.append(_line(event(offset=start, end_offset=end, text=rest)))
+                    out.append(self._line(event(offset=start, end_offset=end, text=rest)))
         if command.error is not None:
-            out.append(_line(StreamError(error=error_body(command.error))))
+            out.append(self._line(StreamError(error=error_body(command.error))))
         else:
-            out.append(_line(command.exit_event(truncated=missed)))
+            out.append(self._line(command.exit_event(truncated=missed)))
         return b"".join(out)
 
 
-def _line(event: msgspec.Struct) -> bytes:
-    return _ENCODER.encode(event) + b"\n"
+class SseWriter(NdjsonWriter):
+    content_type = SSE_TYPE
+
+    def __init__(self, text: bool) -> None:
+        super().__init__(text)
+        self._lines = ServerSentLines()
+
+    def _line(self, event: msgspec.Struct) -> bytes:
+        return self._lines.write(event)

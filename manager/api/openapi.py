@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from executor.wire import FRAMES_TYPE, JSON_TYPE, NDJSON_TYPE, PROTOCOL, ErrorReply
+from executor.wire import FRAMES_TYPE, JSON_TYPE, NDJSON_TYPE, PROTOCOL, SSE_TYPE, ErrorReply
 from manager.api.server import Route
 from manager.api.wire import (
     API_KEY_HEADER,
@@ -139,6 +139,7 @@ def _reply(route: Route, status: int, kind: Any, schema_of: dict[int, Any]) -> d
     content: dict[str, Any] = {JSON_TYPE: {"schema": schema_of[id(kind)]}}
     if route.stream is not None:
         content[NDJSON_TYPE] = {"schema": schema_of[id(route.stream)]}
+        content[SSE_TYPE] = {}
         content[FRAMES_TYPE] = {}
     return {"description": "The answer.", "content": content}
 

@@ -71,8 +71,8 @@ ROUTES: Final[tuple[Route, ...]] = (
     # ── task sessions ───────────────────────────────────────────────────────────────────────────────────────────
     Route(
         method="POST", path=_TASK + "/exec", handler=tasks.run_command,
-        summary="Run a command in the task's sandbox, provisioned now if need be. Accept: application/x-ndjson or "
-        "application/vnd.sojourn.frames streams its events.",
+        summary="Run a command in the task's sandbox, provisioned now if need be. Accept: application/x-ndjson, "
+        "text/event-stream or application/vnd.sojourn.frames streams its events.",
         request=TaskCommand, replies={200: CommandResult}, stream=StreamEvent, errors=_RUNNING,
     ),
     Route(

@@ -1,6 +1,6 @@
-"""A command's events as the caller asked for them: JSON lines or binary frames.
+"""A command's events as the caller asked for them: JSON lines, server-sent events or binary frames.
 
-Offsets count bytes in both. In JSON lines with `encoding` "text" no character is split over two events: bytes of an
+Offsets count bytes in all of them. In JSON with `encoding` "text" no character is split over two events: bytes of an
 unfinished one wait for the rest, and what can never become a character is shown as U+FFFD.
 """
 
@@ -71,16 +71,16 @@ class JsonLines:
         if self._cutters is None:
             end = piece.offset + len(piece.data)
             encoded = base64.b64encode(piece.data).decode()
-            return _line(_PIECES[piece.stream](offset=piece.offset, end_offset=end, data_base64=encoded))
+            return self._line(_PIECES[piece.stream](offset=piece.offset, end_offset=end, data_base64=encoded))
         return self._text(piece.stream, self._cutters[piece.stream].feed(piece.offset, piece.data))
 
     def gap(self, gap: wire.Gap) -> bytes:
-        return self._flushed(gap.stream) + _line(gap)
+        return self._flushed(gap.stream) + self._line(gap)
 
     def plain(self, event: PlainEvent) -> bytes:
         if isinstance(event, wire.Exit | wire.StreamError):
-            return self._flushed("stdout") + self._flushed("stderr") + _line(event)
-        return _line(event)
+            return self._flushed("stdout") + self._flushed("stderr") + self._line(event)
+        return self._line(event)
 
     def _flushed(self, stream: wire.StreamName) -> bytes:
         return b"" if self._cutters is None else self._text(stream, self._cutters[stream].flush())
@@ -88,7 +88,21 @@ class JsonLines:
     def _text(self, stream: wire.StreamName, cut: tuple[int, int, str] | None) -> bytes:
         if cut is None:
             return b""
-        return _line(_PIECES[stream](offset=cut[0], end_offset=cut[1], text=cut[2]))
+        return self._line(_PIECES[stream](offset=cut[0], end_offset=cut[1], text=cut[2]))
+
+    def _line(self, event: msgspec.Struct) -> bytes:
+        return _ENCODER.encode(event) + b"\n"
+
+
+class ServerSentEvents(JsonLines):
+    content_type: str = wire.SSE_TYPE
+
+    def __init__(self, encoding: wire.Encoding) -> None:
+        super().__init__(encoding)
+        self._lines = wire.ServerSentLines()
+
+    def _line(self, event: msgspec.Struct) -> bytes:
+        return self._lines.write(event)
 
 
 class Frames:
@@ -118,7 +132,3 @@ class Messages:
         if isinstance(event, CommandStarted):
             return bytes([wire.FRAME_STARTED]) + _ENCODER.encode(event)
         return wire.event_message(event)
-
-
-def _line(event: msgspec.Struct) -> bytes:
-    return _ENCODER.encode(event) + b"\n"

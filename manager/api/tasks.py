@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from aiohttp import web
 
-from executor.wire import FRAMES_TYPE, NDJSON_TYPE, FrameEvent, OutputFrame, StreamError
+from executor.wire import FRAMES_TYPE, NDJSON_TYPE, SSE_TYPE, FrameEvent, OutputFrame, StreamError
 from executor.wire import Exit as ExitEvent
 from executor.wire import Gap as GapEvent
 from executor.wire import Started as StartedEvent
@@ -41,7 +41,7 @@ from manager.api.server import (
     while_allowed,
 )
 from manager.api.services import Services
-from manager.api.streams import Frames, JsonLines, Renderer
+from manager.api.streams import Frames, JsonLines, Renderer, ServerSentEvents
 from manager.api.wire import (
     API_KEY_HEADER,
     BODY_BYTES,
@@ -92,6 +92,8 @@ async def run_command(request: web.Request) -> web.StreamResponse:
         return await _stream(request, services, task_id, command, Frames())
     if NDJSON_TYPE in accept:
         return await _stream(request, services, task_id, command, JsonLines(command.encoding))
+    if SSE_TYPE in accept:
+        return await _stream(request, services, task_id, command, ServerSentEvents(command.encoding))
     answer = await services.tasks.exec(request[PRINCIPAL], task_id, exec_request(command), **_terms(request, command))
     services.metrics.command_ended(answer.result.reason, answer.facts.provisioned)
     # The two objects as one, without building a third: this is the hottest place of the manager.
@@ -286,7 +288,7 @@ async def _pass_on(
 
 def _safe(headers: Mapping[str, str]) -> dict[str, str]:
     kind = headers.get("Content-Type", "")
-    return {**headers, **_STRANGERS, **_NO_STORE, "Content-Type": kind if kind in _TYPES else _TYPES[1]}
+    return {**headers, **_STRANGERS, **_NO_STORE, "Content-Type": kind if kind in (*_TYPES, SSE_TYPE) else _TYPES[1]}
 
 
 # ── the task itself ─────────────────────────────────────────────────────────────────────────────────────────────
