@@ -11,6 +11,7 @@ import sys
 import time
 
 from executor.config import BadConfig, ExecutorConfig
+from executor.httplog import BrokenRequests
 
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -30,6 +31,7 @@ class _JsonLines(logging.Formatter):
 def main() -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
+    handler.addFilter(BrokenRequests())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         config = ExecutorConfig.from_env(os.environ)

@@ -207,6 +207,8 @@ class Command:
         ours.append(read_end)
         theirs.append(write_end)
         self.pumps.append(Pump(self.host.loop, read_end, self.logs[stream], self._on_data, self._on_eof))
+        if write_end > self.host.spawner.last_descriptor:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return write_end
 
     def _arm_pumps(self) -> None:
@@ -260,8 +262,10 @@ class Command:
         self._left = left
         self._usage = ResourceUse(round(user_sec * 1e3, 3), round(system_sec * 1e3, 3), max_rss_kib * 1024)
         self._cancel_timers()
-        if not self.launched.done():  # its end came first: a helper that died in between
+        if not self.launched.done():  # its end came first: a short command, or a helper that died in between
             self.launched.set_result(None)
+            if self.shell_text is not None:
+                self.host.shell_failed(None)
         at_end = True
         for pump in self.pumps:
             pump.drain()
@@ -415,7 +419,10 @@ class Command:
             if self.outcome is not None:
                 if self.outcome.descendants_left != self._left:
                     self.outcome = msgspec.structs.replace(self.outcome, descendants_left=self._left)
-            elif self._status is not None and "drain" not in self._timers:
+            elif self._status is None:
+                if self._left:
+                    self._unkillable()
+            elif "drain" not in self._timers:
                 self._conclude()
 
     async def _kill_all_of_it(self) -> int:
@@ -440,13 +447,42 @@ class Command:
             if count:
                 await asyncio.sleep(KILL_SWEEP_SEC / 5)
                 count = await self._count_tree()
+        if self._status is None and not self.ended.done() and not count:
+            await self._hear_of_end()
         return count
 
+    async def _hear_of_end(self) -> None:
+        """It is dead: its helper says so in a moment, or is stuck itself and to be replaced."""
+        give_up = self.host.loop.time() + KILL_GIVE_UP_SEC
+        while self._status is None and not self.ended.done():
+            if self.host.loop.time() > give_up:
+                self.host.spawner.give_up(self.seq)
+                break
+            await asyncio.sleep(KILL_SWEEP_SEC / 5)
+
+    def _unkillable(self) -> None:
+        """In an uninterruptible sleep, on a file system that does not answer, say. Nobody shall wait for that."""
+        self._duration = time.monotonic() - self._t0
+        self._cancel_timers()
+        for pump in self.pumps:
+            pump.drain()
+        self._finish(Outcome(
+            exit_code=128 + signal.SIGKILL, signal="SIGKILL", reason=self._ending or "cancelled",
+            message="it was killed, but the kernel has not let go of it yet", descendants_left=True,
+            duration_sec=self._duration, usage=_NO_USE,
+        ))  # fmt: skip
+
     async def _signal_tree(self, number: int) -> int:
-        return await self.host.loop.run_in_executor(None, tree.signal_tree, self.seq, self.pid, number)
+        return await self.host.spawner.sweeps.signal(self._members, number)
 
     async def _count_tree(self) -> int:
-        return len(await self.host.loop.run_in_executor(None, tree.members, self.seq, self.pid))
+        return await self.host.spawner.sweeps.count(self._members)
+
+    def _leader(self, at: tree.Snapshot) -> dict[int, tree.Seen]:
+        return {pid: one for pid, one in tree.members(at, self.seq, self.pid).items() if pid == self.pid}
+
+    def _members(self, at: tree.Snapshot) -> dict[int, tree.Seen]:
+        return tree.members(at, self.seq, self.pid)
 
     async def send_signal(self, number: int, to: Literal["leader", "tree"]) -> None:
         """A caller's signal; nothing where the command has ended and left nothing behind."""
@@ -457,9 +493,7 @@ class Command:
         if to == "tree":
             await self._signal_tree(number)
         elif self._status is None and self.pid:
-            leader = (await self.host.loop.run_in_executor(None, tree.members, self.seq, self.pid)).get(self.pid)
-            if leader is not None:
-                tree.send(leader, number)
+            await self.host.spawner.sweeps.signal(self._leader, number)
 
     def _cancel_timers(self) -> None:
         for timer in self._timers.values():

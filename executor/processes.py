@@ -150,7 +150,8 @@ class Processes:
         command = self.get(id)
         command.end("cancelled")
         await command.gone()
-        self._forget(id)
+        if self._commands.get(id) is command:  # it may be forgotten by now, and its id be another's
+            self._forget(id)
 
     # ── the Host of commands ────────────────────────────────────────────────────────────────────────────────────
 

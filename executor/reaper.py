@@ -26,6 +26,7 @@ Ended = Callable[[int, float, float, int], None]  # wait status, user s, system 
 class Reaper:
     def __init__(self) -> None:
         self._known: dict[int, Ended] = {}
+        self._kept_running: set[int] = set()
         self._unclaimed: dict[int, tuple[int, float, float, int]] = {}
         self._marked: dict[int, int] = {}  # a command's seq -> the latest of its processes among the unclaimed
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -46,13 +47,17 @@ class Reaper:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._collect)
 
-    def expect(self, pid: int, ended: Ended) -> None:
-        """Calls `ended` once when `pid`, a child now or soon to be left to us, has ended."""
+    def expect(self, pid: int, ended: Ended, *, keep_running: bool = False) -> None:
+        """Calls `ended` once when `pid`, a child now or soon to be left to us, has ended.
+
+        With `keep_running` it is continued whenever somebody has stopped it."""
         early = self._unclaimed.pop(pid, None)
         if early is not None:
             ended(*early)
             return
         self._known[pid] = ended
+        if keep_running:
+            self._kept_running.add(pid)
 
     def adopt(self, pid: int, ended: Ended) -> bool:
         """Like `expect`, for a process whose parent has died; False where it is not our child and never will be."""
@@ -69,7 +74,22 @@ class Reaper:
         pid = self._marked.pop(seq, 0)
         return pid if pid in self._unclaimed else 0
 
+    def _continue_stopped(self) -> None:
+        while True:
+            try:
+                stopped = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOHANG)
+            except ChildProcessError:
+                return
+            if stopped is None:
+                return
+            if stopped.si_pid in self._kept_running:
+                try:
+                    os.kill(stopped.si_pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    pass
+
     def _collect(self) -> None:
+        self._continue_stopped()
         while True:
             try:
                 waiting = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -79,6 +99,7 @@ class Reaper:
                 return
             pid = waiting.si_pid
             ended = self._known.pop(pid, None)
+            self._kept_running.discard(pid)
             mark = mark_of(pid) if ended is None else 0  # gone as soon as it is collected
             _pid, status, use = os.wait4(pid, 0)
             outcome = (status, use.ru_utime, use.ru_stime, use.ru_maxrss)

@@ -177,16 +177,10 @@ class SessionCommand(Command):
         self._shell.abandon()
         await self._signal_tree(signal.SIGINT)
 
-    async def _signal_tree(self, number: int) -> int:
-        return await self.host.loop.run_in_executor(None, tree.signal_found, self._members, number)
-
-    async def _count_tree(self) -> int:
-        return len(await self.host.loop.run_in_executor(None, self._members))
-
-    def _members(self) -> dict[int, tree.Seen]:
+    def _members(self, at: tree.Snapshot) -> dict[int, tree.Seen]:
         if self._shell is None:
             return {}
-        return tree.call_members(self.seq, self._shell.pid, self._shell.seq, self._since)
+        return tree.call_members(at, self.seq, self._shell.pid, self._shell.seq, self._since)
 
     async def send_signal(self, number: int, to: Literal["leader", "tree"]) -> None:
         """To what the command has started; never to the shell, which is the session's."""
@@ -399,9 +393,7 @@ class Session:
             # While the shell lives, the session that it leads cannot be another's.
             leader = shell.pid if shell is not None and shell.alive else 0
             marks = frozenset(self._marks)
-            await self.host.loop.run_in_executor(
-                None, tree.signal_found, lambda: tree.session_members(marks, leader), signal.SIGKILL
-            )
+            await self.host.spawner.sweeps.signal(lambda at: tree.session_members(at, marks, leader), signal.SIGKILL)
         if shell is not None and shell.alive:
             shell.hang_up()
             await asyncio.wait([shell.exited_already], timeout=HANG_UP_SEC)

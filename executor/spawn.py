@@ -38,6 +38,7 @@ from executor.spawn_helper import (
     STAGE_FORK,
     group_lives,
 )
+from executor.sweeps import Sweeps
 
 log = logging.getLogger("executor.spawn")
 
@@ -47,6 +48,7 @@ HELPER_CODE: Final = (
 )
 READY_SEC: Final = 20.0
 ANSWER_SEC: Final = 30.0  # a helper that has not spawned for so long is stuck (stopped by a command, say) and replaced
+RESERVED_DESCRIPTORS: Final = 32  # commands and connections leave them for /proc, without which nothing could be ended
 
 __all__ = ["STAGE_CHDIR", "STAGE_EXEC", "STAGE_FORK", "Job", "Spawner"]
 
@@ -102,7 +104,7 @@ class _Helper:
         self.pid = self.process.pid
         self.closed = self.dead = False
         spawner.loop.add_reader(self.sock.fileno(), self._read)
-        spawner.reaper.expect(self.pid, self._died)
+        spawner.reaper.expect(self.pid, self._died, keep_running=True)  # commands may stop what their user runs
 
     def send(self, job: Job, packet: bytes, fds: list[int]) -> None:
         """Takes over `fds`, which are closed once sent."""
@@ -191,8 +193,11 @@ class _Helper:
     def check(self, now: float) -> None:
         """Ends a helper that does not answer any more, so that its place is taken."""
         if self.waiting and not self.closed and now - self.answered_at > ANSWER_SEC:
-            log.error("helper_stuck", extra={"helper": self.pid, "waiting": self.waiting})
-            self._kill()
+            self.end()
+
+    def end(self) -> None:
+        log.error("helper_stuck", extra={"helper": self.pid, "waiting": self.waiting})
+        self._kill()
 
     def _detach(self) -> None:
         if self.closed:
@@ -232,7 +237,9 @@ class Spawner:
         self.user = user
         self.umask = umask
         self.nofile = nofile if nofile is not None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.last_descriptor = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_DESCRIPTORS
         self.loop: asyncio.AbstractEventLoop
+        self.sweeps: Sweeps
         self._count = helpers
         self._helpers: dict[int, list[_Helper]] = {}  # by uid
         # 29 random bits, so that executors that share a pid namespace tell their commands apart
@@ -246,6 +253,7 @@ class Spawner:
 
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.sweeps = Sweeps(self.loop)
         helper = self._add(self.user)
         async with asyncio.timeout(READY_SEC):
             await asyncio.shield(helper.ready)
@@ -342,6 +350,12 @@ class Spawner:
 
         self.loop.run_in_executor(None, tree.find_marked, job.seq).add_done_callback(found)
 
+    def give_up(self, seq: int) -> None:
+        """That command is dead, and the helper that should have said so is stuck: its place is taken."""
+        for helper in [helper for helpers in self._helpers.values() for helper in helpers]:
+            if seq in helper.jobs:
+                helper.end()
+
     def _is_ours(self, one: tree.Seen) -> bool:
         return one.pid != os.getpid() and self._first_seq < tree.mark_of(one.pid) <= self._seq
 
@@ -358,6 +372,7 @@ class Spawner:
                 await self._idle.wait()
         except TimeoutError:
             await asyncio.to_thread(tree.kill_where, lambda one: one.session in {helper.pid for helper in helpers})
+        self.sweeps.close()
         marked = await asyncio.to_thread(tree.kill_where, self._is_ours)
         if marked:
             log.warning("commands_killed_at_end", extra={"count": marked})

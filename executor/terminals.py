@@ -285,11 +285,13 @@ class Terminals:
 
     async def delete(self, id: str) -> None:
         """Hangs up, ends the whole tree, then forgets it. Raises NotFound."""
-        command = self.get(id).command
+        terminal = self.get(id)
+        command = terminal.command
         await self._hang_up(command)
         if command._killing is not None:
             await asyncio.wait([command._killing])
-        self._forget(id)
+        if self._terminals.get(id) is terminal:  # it may be forgotten by now, and its id be another's
+            self._forget(id)
 
     async def _hang_up(self, command: TerminalCommand) -> None:
         if command.outcome is None:

@@ -1,10 +1,12 @@
 """Finding and ending all of a command: its leader, its session, its children, and what left all of these.
 
 A process belongs to a command when it carries the command's mark (`executor.spawn_helper.mark_of`), is in the leader's
-session, or descends from one that does. Walking /proc may take milliseconds: run these in a worker thread."""
+session, or descends from one that does. Walking /proc may take milliseconds: it is done in a worker thread, once for
+all that ask (`executor.sweeps`)."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -29,16 +31,22 @@ class Seen(msgspec.Struct, frozen=True, gc=False):
 
 
 def seen(pid: int) -> Seen | None:
+    """None where there is no such process. Raises OSError where none can be looked at for the moment."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read(1024)
         fields = text[text.rindex(b")") + 2 :].split()
         return Seen(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
-    except (OSError, ValueError, IndexError):
+    except OSError as why:
+        if why.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # what cannot be seen must not be taken for gone
+            raise
+        return None
+    except (ValueError, IndexError):
         return None
 
 
 def everything() -> dict[int, Seen]:
+    """Raises OSError."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -48,49 +56,62 @@ def everything() -> dict[int, Seen]:
     return found
 
 
-def members(seq: int, leader: int) -> dict[int, Seen]:
-    """The living processes of command `seq`; `leader` is its first process's pid, 0 where unknown. Zombies are none."""
-    # Without a mark (a kernel that does not show it, a program that changed it) the leader's session has to do;
-    # with another command's mark it never does: the leader's pid may be another's by now.
-    return _found(lambda one, mark: mark == seq or (not mark and bool(leader) and leader in (one.pid, one.session)))
+class Snapshot:
+    """All processes at one time: one walk of /proc for any number of commands. Raises OSError."""
+
+    def __init__(self) -> None:
+        self.living = everything()
+        self.children: dict[int, list[int]] = {}
+        self.marked: dict[int, list[int]] = {}  # by the command's number; 0: without a mark
+        self.unmarked: dict[int, list[int]] = {}  # these by session
+        for one in self.living.values():
+            self.children.setdefault(one.ppid, []).append(one.pid)
+            mark = mark_of(one.pid)
+            self.marked.setdefault(mark, []).append(one.pid)
+            if not mark:
+                self.unmarked.setdefault(one.session, []).append(one.pid)
+
+    def with_descendants(self, wanted: list[int], spare: int = 0) -> dict[int, Seen]:
+        """The living of `wanted` and their descendants, but `spare` and what is only its descendant. Zombies are
+        none."""
+        me = os.getpid()
+        wanted = [pid for pid in wanted if pid != spare]
+        found: dict[int, Seen] = {}
+        while wanted:
+            pid = wanted.pop()
+            if pid in found or pid == me:
+                continue
+            found[pid] = self.living[pid]
+            wanted += self.children.get(pid, ())
+        return {pid: one for pid, one in found.items() if one.state not in "ZX"}
 
 
-def call_members(seq: int, shell: int, shell_seq: int, since: int) -> dict[int, Seen]:
+def members(at: Snapshot, seq: int, leader: int) -> dict[int, Seen]:
+    """The living processes of command `seq`; `leader` is its first process's pid, 0 where unknown."""
+    wanted = list(at.marked.get(seq, ()))
+    if leader:
+        # Without a mark (a kernel that does not show it, a program that changed it) the leader's session has to do;
+        # with another command's mark it never does: the leader's pid may be another's by now.
+        wanted += at.unmarked.get(leader, ())
+    return at.with_descendants(wanted)
+
+
+def call_members(at: Snapshot, seq: int, shell: int, shell_seq: int, since: int) -> dict[int, Seen]:
     """The living processes of one command of a session, without the session's shell, pid `shell`.
 
     They carry the command's own mark, or, where the shell cannot set one, the shell's and began at `since` (clock
     ticks since boot) or later."""
-
-    def wanted(one: Seen, mark: int) -> bool:
-        if mark == seq:
-            return True
-        return one.start >= since and (mark == shell_seq or (not mark and one.session == shell))
-
-    return _found(wanted, spare=shell)
+    of_shell = [*at.marked.get(shell_seq, ()), *at.unmarked.get(shell, ())]
+    later = [pid for pid in of_shell if at.living[pid].start >= since]
+    return at.with_descendants([*at.marked.get(seq, ()), *later], spare=shell)
 
 
-def session_members(marks: Collection[int], shell: int) -> dict[int, Seen]:
+def session_members(at: Snapshot, marks: Collection[int], shell: int) -> dict[int, Seen]:
     """The living processes with any of the marks or in the shell's session (`shell` 0: none), and their descendants."""
-    return _found(lambda one, mark: mark in marks or (bool(shell) and one.session == shell))
-
-
-def _found(is_wanted: Callable[[Seen, int], bool], spare: int = 0) -> dict[int, Seen]:
-    """The living processes that `is_wanted` (with their marks) and their descendants, but `spare` and what is only
-    its descendant."""
-    living = everything()
-    children: dict[int, list[int]] = {}
-    for one in living.values():
-        children.setdefault(one.ppid, []).append(one.pid)
-    me = os.getpid()
-    wanted = [one.pid for one in living.values() if one.pid != spare and is_wanted(one, mark_of(one.pid))]
-    found: dict[int, Seen] = {}
-    while wanted:
-        pid = wanted.pop()
-        if pid in found or pid == me:
-            continue
-        found[pid] = living[pid]
-        wanted += children.get(pid, ())
-    return {pid: one for pid, one in found.items() if one.state not in "ZX"}
+    wanted = [pid for mark in marks for pid in at.marked.get(mark, ())]
+    if shell:
+        wanted += [one.pid for one in at.living.values() if one.session == shell]
+    return at.with_descendants(wanted)
 
 
 def find_marked(seq: int) -> int:
@@ -120,26 +141,14 @@ def send(one: Seen, number: int) -> None:
         log.warning("signal_failed", extra={"pid": one.pid, "signal": number, "errno": why.errno})
 
 
-def signal_tree(seq: int, leader: int, number: int) -> int:
-    """Sends `number` to every process of the command; how many there were. KILL repeats until no new one shows up."""
-    return signal_found(lambda: members(seq, leader), number)
-
-
-def signal_found(find: Callable[[], dict[int, Seen]], number: int) -> int:
-    """As `signal_tree`, for what `find` finds."""
-    total = 0
-    for _sweep in range(50 if number == signal.SIGKILL else 1):
-        found = find()
-        if not found:
-            break
-        total += len(found)
-        if number == signal.SIGKILL:  # stopped first, so that a fork bomb cannot outrun the sweep
-            for one in found.values():
-                send(one, signal.SIGSTOP)
-        # Parents first: a shell that saw its child end before its own signal came would run its next command.
-        for one in sorted(found.values(), key=lambda one: (one.start, one.pid)):
-            send(one, number)
-    return total
+def signal_all(found: dict[int, Seen], number: int) -> None:
+    """Sends `number` to all of `found`."""
+    if number == signal.SIGKILL:  # stopped first, so that a fork bomb cannot outrun the sweep
+        for one in found.values():
+            send(one, signal.SIGSTOP)
+    # Parents first: a shell that saw its child end before its own signal came would run its next command.
+    for one in sorted(found.values(), key=lambda one: (one.start, one.pid)):
+        send(one, number)
 
 
 def kill_where(wanted: Callable[[Seen], bool]) -> int:

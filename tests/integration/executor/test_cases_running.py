@@ -366,3 +366,15 @@ async def test_a_pod_that_was_left_alone_keeps_no_processes(executor: Pod) -> No
         if one["descendants_left"] or one["state"] != "ended":
             await executor.call("DELETE", f"/v1/processes/{one['id']}")
     await until(lambda: len(executor.process.descendants()) <= 2, "only spawn helpers are left")
+
+
+async def test_a_command_finds_no_locale_that_only_the_interpreter_added(any_tier: Pod) -> None:
+    environment = (await any_tier.exec(["env"]))["stdout"].splitlines()
+    assert [entry for entry in environment if entry.startswith(("LC_", "LANG"))] == ["LANG=C.UTF-8"]
+
+
+async def test_a_locale_of_the_image_reaches_commands(fresh_executor: FreshExecutor) -> None:
+    with fresh_executor(env={"LC_CTYPE": "C.UTF-8", "LANG": "C"}) as process:
+        async with connected(process) as pod:
+            environment = (await pod.exec(["env"]))["stdout"].splitlines()
+    assert {"LC_CTYPE=C.UTF-8", "LANG=C"} <= set(environment)

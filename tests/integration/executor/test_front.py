@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from typing import Any
 
 import pytest
 
 from executor.front import _plain_headers
-from tests.support.executor_pod import Pod
+from tests.support.executor_pod import IS_ROOT, Pod
 
 BODY = b'{"command": ["echo", "hi"]}'
 
@@ -134,3 +136,75 @@ async def test_a_caller_that_hangs_up_ends_its_command_only_where_it_asked_for_t
         writer.close()
         ended = (await executor.call("GET", f"/v1/processes/front-{policy}?wait_sec=20")).json
         assert (ended["state"], ended["reason"]) == ("ended", reason)
+
+
+async def test_a_head_that_never_ends_does_not_hold_its_connection(executor: Pod) -> None:
+    """10 to 20 s, and at once where it is too long"""
+    reader, writer = await asyncio.open_unix_connection(executor.process.socket)
+    other_reader, other_writer = await asyncio.open_unix_connection(executor.process.socket)
+    try:
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: pod\r\n")
+        other_writer.write(b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 20_000)
+        async with asyncio.timeout(40):
+            assert (await other_reader.read()).startswith(b"HTTP/1.1 400 ")
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+    finally:
+        writer.close()
+        other_writer.close()
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="nobody but root may look at the memory of an executor")
+async def test_answers_that_nobody_reads_do_not_pile_up(executor: Pod) -> None:
+    body = json.dumps({"command": "head -c 4000000 /dev/zero | tr '\\0' x"}).encode()
+    await executor.call("POST", "/v1/exec", body)
+    before = executor.process.status_kib("VmRSS")
+    reader, writer = await asyncio.open_unix_connection(executor.process.socket)
+    try:
+        writer.write(request(executor, body) * 100)
+        for _ in range(4):  # what is answered before it is known that nobody reads
+            await executor.exec(["sleep", "0.3"])
+        assert executor.process.status_kib("VmRSS") - before < 100_000
+        async with asyncio.timeout(60):
+            for _ in range(20):  # and the rest comes once they are read
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"Content-Length: (\d+)", head)
+                assert length is not None
+                await reader.readexactly(int(length[1]))
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_connection_goes_on_after_an_answer_that_was_read_late(executor: Pod) -> None:
+    since = len(executor.process.log.read_bytes())
+    big = request(executor, json.dumps({"command": "head -c 3000000 /dev/zero | tr '\\0' x"}).encode())
+    listing = request(executor, b"", line="GET /v1/lease HTTP/1.1")
+    reader, writer = await asyncio.open_unix_connection(executor.process.socket, limit=1 << 23)
+    try:
+        writer.write(big + listing + request(executor))
+        await executor.exec(["sleep", "0.5"])
+        async with asyncio.timeout(30):
+            for _ in range(3):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 ")
+                length = re.search(rb"Content-Length: (\d+)", head)
+                assert length is not None
+                await reader.readexactly(int(length[1]))
+    finally:
+        writer.close()
+    assert "failed" not in executor.process.log_text(since)
+
+
+async def test_what_is_no_http_makes_few_and_short_lines_in_the_log(executor: Pod) -> None:
+    since = len(executor.process.log.read_bytes())
+    for _ in range(30):
+        for junk in (b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01", b"GET / HTTP/1.1\r\nA b\r\n\r\n"):
+            reader, writer = await asyncio.open_unix_connection(executor.process.socket)
+            writer.write(junk)
+            async with asyncio.timeout(30):
+                assert b" 400 " in await reader.read()
+            writer.close()
+    text = executor.process.log_text(since)
+    assert "Traceback" not in text
+    assert text.count("\n") <= 10
+    assert len(text) < 4000
