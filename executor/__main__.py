@@ -60,8 +60,12 @@ def _first_environment() -> bytes:
 
 async def _run(config: ExecutorConfig, env: dict[str, str]) -> int:
     from executor import kernel
+
+    # aiohttp prepares TLS for clients while it is imported, with every certificate of the image: 50 ms
+    os.environ["SSL_CERT_FILE"] = os.devnull
     from executor.app import serve
 
+    del os.environ["SSL_CERT_FILE"]  # commands have the image's, out of `env`
     kernel.know_accounts_from_files_only()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
