@@ -13,8 +13,9 @@ from sojourn.client import AsyncClient, AsyncKeys
 from sojourn.errors import APIError, CommandFailed, SojournError
 from sojourn.files import AsyncFiles
 from sojourn.processes import AsyncProcess
+from sojourn.sessions import AsyncSession
 from sojourn.streams import AsyncCommandStream
-from sojourn.sync import Client, CommandStream, Files, Keys, Process, Task
+from sojourn.sync import Client, CommandStream, Files, Keys, Process, Session, Task
 from sojourn.tasks import AsyncTask
 from sojourn.terminals import AsyncTerminal, AsyncTerminalConnection
 from sojourn.types import Event, ExecResult, Exit, Gap, Output, Started
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncFiles",
     "AsyncKeys",
     "AsyncProcess",
+    "AsyncSession",
     "AsyncTask",
     "AsyncTerminal",
     "AsyncTerminalConnection",
@@ -40,6 +42,7 @@ __all__ = [
     "Keys",
     "Output",
     "Process",
+    "Session",
     "SojournError",
     "Started",
     "Task",

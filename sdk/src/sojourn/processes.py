@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Final
 
@@ -17,6 +18,10 @@ from sojourn.types import Exit, Gap, Output, ProcessInfo, StreamName
 POLL_SEC: Final = 20.0  # one question for an outcome stays open this long
 STDIN_PIECE_BYTES: Final = 256 << 10
 STDIN_PIECE_SEC: Final = 3600.0  # a command that does not read holds its input back; it may for this long
+
+
+def new_process_id() -> str:
+    return "p" + uuid.uuid4().hex
 
 
 class AsyncProcess:

@@ -39,6 +39,8 @@ class AsyncCommandStream:
         body: dict[str, Any],
         *,
         stdin: AsyncIterable[bytes] | None = None,
+        path: str = "/exec",
+        start_sec: float = START_SEC,
     ) -> None:
         self.process = AsyncProcess(transport, task, body["id"])
         self.exit: Exit | None = None
@@ -46,6 +48,8 @@ class AsyncCommandStream:
         self._transport = transport
         self._task = task
         self._body = body
+        self._path = path
+        self._start_sec = start_sec
         self._stdin = stdin
         self._input_error: Exception | None = None
         self._feeder: asyncio.Task[None] | None = None
@@ -148,10 +152,10 @@ class AsyncCommandStream:
         reader = FrameReader()
         ends_at = math.inf
         async with self._transport.open(
-            "POST", f"{self._task}/exec", json=self._body, headers=headers, idle_sec=START_SEC
+            "POST", f"{self._task}{self._path}", json=self._body, headers=headers, idle_sec=self._start_sec
         ) as response:
             while True:
-                async with asyncio.timeout(SILENCE_SEC if self._started else START_SEC):
+                async with asyncio.timeout(SILENCE_SEC if self._started else self._start_sec):
                     data = await response.content.readany()
                 if not data:
                     raise ConnectionFailed(f"the stream of command {self.process.id} ended without its exit event")

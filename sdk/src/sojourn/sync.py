@@ -11,6 +11,7 @@ from sojourn.client import AsyncClient, AsyncKeys
 from sojourn.config import Server
 from sojourn.files import AsyncFiles
 from sojourn.processes import AsyncProcess
+from sojourn.sessions import AsyncSession
 from sojourn.streams import AsyncCommandStream
 from sojourn.tasks import AsyncTask
 from sojourn.transport import RETRY_SEC
@@ -73,6 +74,28 @@ class CommandStream(Blocking):
     collect = blocking(AsyncCommandStream.collect)
 
 
+class Session(Blocking):
+    """A handle on one session, closed at the end of `with`; see AsyncSession."""
+
+    def __init__(self, bridge: Bridge, inner: AsyncSession) -> None:
+        super().__init__(bridge, inner)
+        self.id = inner.id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    exec = blocking(AsyncSession.exec)
+    stream = wrapping(CommandStream, AsyncSession.stream)
+    interrupt = blocking(AsyncSession.interrupt)
+    info = blocking(AsyncSession.info)
+    close = blocking(AsyncSession.close)
+
+
 class Files(Blocking):
     """The files of a task's sandbox; see AsyncFiles."""
 
@@ -105,6 +128,9 @@ class Task(Blocking):
     start = blocking_as(Process, AsyncTask.start)
     process = wrapping(Process, AsyncTask.process)
     processes = blocking(AsyncTask.processes)
+    session = blocking_as(Session, AsyncTask.session)
+    session_by_id = wrapping(Session, AsyncTask.session_by_id)
+    sessions = blocking(AsyncTask.sessions)
     upload_dir = blocking(AsyncTask.upload_dir)
     download_dir = blocking(AsyncTask.download_dir)
     usage = blocking(AsyncTask.usage)

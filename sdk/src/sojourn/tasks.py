@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -12,7 +11,8 @@ from sojourn.archives import DEFAULT_MAX_BYTES, Progress, download_dir, upload_d
 from sojourn.errors import NotFound
 from sojourn.files import AsyncFiles
 from sojourn.paths import task_path
-from sojourn.processes import AsyncProcess, StartedProcess
+from sojourn.processes import AsyncProcess, StartedProcess, new_process_id
+from sojourn.sessions import AsyncSession
 from sojourn.streams import START_SEC, AsyncCommandStream
 from sojourn.terminals import AsyncTerminal, terminal_body
 from sojourn.transport import Transport, decode
@@ -21,6 +21,8 @@ from sojourn.types import (
     ProcessInfo,
     ProcessList,
     SandboxState,
+    SessionInfo,
+    SessionList,
     TerminalInfo,
     TerminalList,
     Transferred,
@@ -33,10 +35,6 @@ Stdin = str | bytes | AsyncIterable[bytes]
 DEFAULT_OUTPUT_BYTES: Final = 10 << 20
 MAX_KEPT_BY_SERVER: Final = 64 << 20
 INLINE_STDIN_BYTES: Final = 4 << 20  # more goes in pieces, beside the running command
-
-
-def new_process_id() -> str:
-    return "p" + uuid.uuid4().hex
 
 
 class AsyncTask:
@@ -176,6 +174,34 @@ class AsyncTask:
         """The commands that the task's sandbox runs or has lately run."""
         answer = await self._transport.call("GET", f"{self._path}/processes", retry="safe")
         return decode(answer.body, ProcessList).processes
+
+    async def session(
+        self,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        id: str | None = None,
+    ) -> AsyncSession:
+        """Starts a shell whose state persists from command to command. The same `id` again is the same session."""
+        given = {"cwd": cwd, "env": None if env is None else dict(env), "user": user, "id": id, **self._scope}
+        answer = await self._transport.call(
+            "POST",
+            f"{self._path}/sessions",
+            retry="safe",
+            json={name: value for name, value in given.items() if value is not None},
+            headers={"Idempotency-Key": id or new_process_id()},
+            deadline_sec=START_SEC,
+        )
+        return self.session_by_id(decode(answer.body, SessionInfo).id)
+
+    def session_by_id(self, session_id: str) -> AsyncSession:
+        """The handle of a session that was made before."""
+        return AsyncSession(self._transport, self._path, session_id)
+
+    async def sessions(self) -> list[SessionInfo]:
+        answer = await self._transport.call("GET", f"{self._path}/sessions", retry="safe")
+        return decode(answer.body, SessionList).sessions
 
     async def terminal(
         self,

@@ -82,6 +82,8 @@ class Exit(Where, frozen=True, kw_only=True):
     started_at: str | None = None
     duration_ms: float = 0.0
     usage: ResourceUse | None = None
+    shell_ended: bool = msgspec.field(default=False, name="ended")  # of a session: the shell and its state are gone
+    fresh_shell: bool = False  # it began in a new shell, since the session's last one had ended
 
 
 Event = Started | Output | Gap | Exit
@@ -178,6 +180,16 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.exit.usage
 
     @property
+    def shell_ended(self) -> bool:
+        """Whether the session's shell is gone, and its state with it."""
+        return self.exit.shell_ended
+
+    @property
+    def fresh_shell(self) -> bool:
+        """Whether the command began in a new shell, since the session's last one had ended."""
+        return self.exit.fresh_shell
+
+    @property
     def stdout(self) -> str:
         return self.captured["stdout"].text()
 
@@ -224,6 +236,8 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     descendants_left: bool = False
     duration_ms: float = 0.0
     usage: ResourceUse | None = None
+    shell_ended: bool = msgspec.field(default=False, name="ended")  # of a command in a session, as in Exit
+    fresh_shell: bool = False
 
     @property
     def ended(self) -> bool:
@@ -246,11 +260,34 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
             started_at=self.started_at,
             duration_ms=self.duration_ms,
             usage=self.usage,
+            shell_ended=self.shell_ended,
+            fresh_shell=self.fresh_shell,
         )
 
 
 class ProcessList(msgspec.Struct, frozen=True):
     processes: list[ProcessInfo]
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A session and its shell. A dead one's next command gets a fresh shell."""
+
+    id: str
+    state: str  # `alive` or `dead`
+    shell: str = ""  # its program
+    pid: int | None = None
+    user: str = ""
+    started_at: str | None = None
+    cwd: str = ""  # where the shell was after its last command
+    busy: bool = False  # a command runs
+    waiting: int = 0  # commands behind it
+    commands: int = 0  # begun so far
+    exit_code: int | None = None  # of the last shell that ended
+    signal: str | None = None
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    sessions: list[SessionInfo]
 
 
 # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -37,6 +37,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
         (sojourn.Client, sojourn.AsyncClient),
         (sojourn.Task, sojourn.AsyncTask),
         (sojourn.Process, sojourn.AsyncProcess),
+        (sojourn.Session, sojourn.AsyncSession),
         (sojourn.Files, sojourn.AsyncFiles),
         (sojourn.Keys, sojourn.AsyncKeys),
     ],
