@@ -423,6 +423,16 @@ class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
     processes_truncated: bool = False
 
 
+class UsageSample(msgspec.Struct, frozen=True, tag="usage", kw_only=True):
+    """One line of `/v1/usage/stream`. What is counted since "before" is so for this reader; null in its first line."""
+
+    elapsed_sec: float | None  # since the sample before
+    cpu_ms: float | None  # used since, all cores
+    cpu_cores: float | None  # the same as cores kept busy
+    throttled_ms: float | None
+    usage: UsageReport
+
+
 class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     bound: bool
     sandbox_id: str | None

@@ -228,6 +228,12 @@ ROUTES: Final[tuple[Route, ...]] = (
         summary="Memory, CPU, processes and disk in use, against the limits.",
         replies={200: wire.UsageReport}, errors=_FINDING,
     ),
+    Route(
+        method="GET", path=_TASK + "/usage/stream", handler=tasks.forward,
+        summary="The same as JSON lines, every few seconds until the caller hangs up; CPU since this reader's last.",
+        query={"interval_sec": "seconds between two lines, 1 to 60; 2 if not given"}, replies={200: bytes},
+        content_types=("application/x-ndjson",), errors=_FINDING,
+    ),
     *_PORTS,
     Route(
         method="GET", path=_TASK, handler=tasks.get_task,
