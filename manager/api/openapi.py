@@ -27,6 +27,7 @@ _PATH_TEXT: Final = {
     "task_id": "UTF-8 of 1 to 512 bytes, percent-encoded; or ~ and the UTF-8 in base64url, which any id may be "
     "written as and `.`, `..` and ids that begin with ~ must be",
     "process_id": "the process's id",
+    "session_id": "the session's id",
     "terminal_id": "the terminal's id",
     "port": "a port of the sandbox's loopback, 1 to 65535 in plain digits, but 8080",
     "path": "what the server is asked for, as it is to arrive",

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import PayloadEncodingError
 from multidict import CIMultiDictProxy
 
 from executor.wire import PROCESS_ID
-from manager.api.wire import IDEMPOTENCY_HEADER, IF_POD_HEADER, TaskCommand, TaskTerminal
+from manager.api.wire import IDEMPOTENCY_HEADER, IF_POD_HEADER, TaskCommand, TaskSession, TaskTerminal
 from manager.errors import InvalidRequest, InvalidTaskId, NotFound, TooLarge
 from manager.model import check_task_id
 
@@ -199,7 +199,7 @@ def check_command(command: TaskCommand) -> None:
     check_scope(command)
 
 
-def check_scope(asked: TaskCommand | TaskTerminal) -> None:
+def check_scope(asked: TaskCommand | TaskSession | TaskTerminal) -> None:
     """Raises InvalidRequest for what no profile or region can be called."""
     for field in ("profile", "region"):
         value = getattr(asked, field)

@@ -29,6 +29,7 @@ from manager.api.wire import (
     StreamEvent,
     TargetList,
     TaskCommand,
+    TaskSession,
     TaskTerminal,
 )
 from manager.model import Role
@@ -36,6 +37,7 @@ from manager.model import Role
 # Ids are matched as whole path segments: aiohttp's own `{id}` takes no braces, and an empty id has its own refusal.
 _TASK: Final = "/sandbox/task/{task_id:[^/]*}"
 _PROCESS: Final = _TASK + "/processes/{process_id:[^/]+}"
+_SESSION: Final = _TASK + "/sessions/{session_id:[^/]+}"
 _TERMINAL: Final = _TASK + "/terminals/{terminal_id:[^/]+}"
 
 _PROVISIONING: Final = (
@@ -80,6 +82,36 @@ ROUTES: Final[tuple[Route, ...]] = (
         summary="Run a command over a WebSocket: the exec body is the first frame, input, signals and output share it.",
         query={"stdout_offset": "where a joined command's output is to begin", "stderr_offset": "likewise"},
         replies={101: None}, errors=_RUNNING,
+    ),
+    Route(
+        method="POST", path=_TASK + "/sessions", handler=tasks.make_session,
+        summary="Make a session: a stateful shell whose directory, variables, functions and options persist.",
+        request=TaskSession, replies={201: wire.SessionInfo, 200: wire.SessionInfo},
+        errors=(*_RUNNING, "no_space"),
+    ),
+    Route(
+        method="GET", path=_TASK + "/sessions", handler=tasks.forward, summary="The sandbox's sessions.",
+        replies={200: wire.SessionList}, errors=_FINDING,
+    ),
+    Route(
+        method="GET", path=_SESSION, handler=tasks.forward, summary="A session's state.",
+        replies={200: wire.SessionInfo}, errors=_FINDING,
+    ),
+    Route(
+        method="POST", path=_SESSION + "/exec", handler=tasks.run_in_session,
+        summary="Run a text in the session's shell, after those that were given before. `Accept` as for exec.",
+        request=wire.SessionExecRequest, replies={200: wire.ExecResult}, stream=wire.CommandEvent,
+        errors=(*_FINDING, "conflict", "idempotency_mismatch", "outcome_unknown", "no_space", "too_large"),
+    ),
+    Route(
+        method="POST", path=_SESSION + "/interrupt", handler=tasks.forward,
+        summary="Interrupt what the session's shell runs, as Ctrl-C does; what does not give way is ended.",
+        request=wire.InterruptRequest, replies={200: wire.InterruptResult}, errors=_FINDING,
+    ),
+    Route(
+        method="DELETE", path=_SESSION, handler=tasks.forward,
+        summary="End the session's shell and the command that it runs. What earlier ones left goes on.",
+        query={"kill_descendants": "true: end that too"}, replies={204: None}, errors=_FINDING,
     ),
     Route(
         method="POST", path=_TASK + "/terminals", handler=tasks.open_terminal,

@@ -95,6 +95,7 @@ class TaskService(Protocol):
         idempotency_key: str | None = None,
         pod_expected: str | None = None,
         wait_sec: float | None = 0.0,
+        outcome_of: str | None = None,
     ) -> AbstractAsyncContextManager[TaskForward]: ...
 
     def exec_socket(

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from aiohttp import web
 
-from executor.wire import FRAMES_TYPE, NDJSON_TYPE, SSE_TYPE, FrameEvent, OutputFrame, StreamError
+from executor.wire import FRAMES_TYPE, NDJSON_TYPE, SSE_TYPE, FrameEvent, OutputFrame, SessionExecRequest, StreamError
 from executor.wire import Exit as ExitEvent
 from executor.wire import Gap as GapEvent
 from executor.wire import Started as StartedEvent
@@ -52,12 +52,15 @@ from manager.api.wire import (
     SandboxList,
     SandboxState,
     TaskCommand,
+    TaskSession,
     TaskTerminal,
     exec_request,
+    session_request,
     terminal_request,
 )
 from manager.errors import InvalidRequest, NotFound, OutcomeUnknown, ScopeRequired, Unauthenticated
-from manager.model import Owner
+from manager.model import Owner, new_id
+from manager.services.idempotency import process_id
 from manager.services.tasks import SandboxFacts, TaskView
 from manager.services.tenants import check_owner
 
@@ -69,8 +72,8 @@ _TASK_SEGMENT: Final = 3  # of /sandbox/task/{task_id}/...
 # What a pod sends is a stranger's: a browser that is led here shall neither guess its type nor run it.
 _STRANGERS: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox; default-src 'none'"}
 _TYPES: Final = (
-    "application/json", "application/octet-stream", "text/plain; charset=utf-8", NDJSON_TYPE, "application/x-tar",
-    "application/gzip", "application/zstd",
+    "application/json", "application/octet-stream", "text/plain; charset=utf-8", NDJSON_TYPE, FRAMES_TYPE,
+    SSE_TYPE, "application/x-tar", "application/gzip", "application/zstd",
 )  # fmt: skip
 _SENT_ON: Final = ("Accept", "Content-Length", "Content-Type", "If-Match", "If-None-Match", "If-Range", "Range")
 MAX_WAIT_SEC: Final = 3600
@@ -199,6 +202,34 @@ async def start_process(request: web.Request) -> web.StreamResponse:
     return await _pass_on(request, services, task_id, "/v1/processes", "", {}, body, terms)
 
 
+async def make_session(request: web.Request) -> web.StreamResponse:
+    services, task_id = request.app[SERVICES], task_id_in(request)
+    no_query(request)
+    asked = TaskSession()
+    if request.body_exists:
+        asked = await read_json(request, TaskSession, BODY_BYTES, services.config.body_timeout_sec)
+    check_scope(asked)
+    terms: dict[str, Any] = {
+        "profile": asked.profile, "region": asked.region, "idempotency_key": idempotency_key(request),
+        "pod_expected": if_pod(request),
+    }  # fmt: skip
+    return await _pass_on(request, services, task_id, "/v1/sessions", "", {}, _ENCODE(session_request(asked)), terms)
+
+
+async def run_in_session(request: web.Request) -> web.StreamResponse:
+    """The command gets an id here, so that its outcome can be asked for where the answer is lost."""
+    services, task_id = request.app[SERVICES], task_id_in(request)
+    no_query(request)
+    asked = await read_json(request, SessionExecRequest, EXEC_BODY_BYTES, services.config.body_timeout_sec)
+    key = idempotency_key(request)
+    if asked.id is None:
+        id = new_id() if key is None else process_id(request[PRINCIPAL].owner, task_id, key)
+        asked = msgspec.structs.replace(asked, id=id)
+    sent = {"Content-Type": "application/json", "Accept": request.headers.get("Accept", "*/*")}
+    terms: dict[str, Any] = {"pod_expected": if_pod(request), "wait_sec": None, "outcome_of": asked.id}
+    return await _pass_on(request, services, task_id, _executor_path(request), "", sent, _ENCODE(asked), terms)
+
+
 async def open_terminal(request: web.Request) -> web.StreamResponse:
     services, task_id = request.app[SERVICES], task_id_in(request)
     no_query(request)
@@ -233,7 +264,7 @@ async def forward(request: web.Request) -> web.StreamResponse:
 def _executor_path(request: web.BaseRequest) -> str:
     """The executor's path for one of the table's: nothing that stands in a URL is passed on unchecked."""
     parts = request.rel_url.raw_path.split("/")[_TASK_SEGMENT + 1 :]
-    if parts[0] in ("processes", "terminals") and len(parts) > 1:
+    if parts[0] in ("processes", "sessions", "terminals") and len(parts) > 1:
         process_id_of(parts[1])
     return "/v1/" + "/".join(parts)
 

@@ -110,6 +110,21 @@ def terminal_request(asked: TaskTerminal) -> wire.TerminalRequest:
     return wire.TerminalRequest(**{name: getattr(asked, name) for name in _TERMINAL_FIELDS})
 
 
+class TaskSession(wire.SessionRequest, frozen=True):
+    """A new session in a task's sandbox: the executor's body, and what may be said about the sandbox."""
+
+    profile: str | None = None
+    region: str | None = None
+
+
+_SESSION_FIELDS: Final = wire.SessionRequest.__struct_fields__
+
+
+def session_request(asked: TaskSession) -> wire.SessionRequest:
+    """What goes to the executor."""
+    return wire.SessionRequest(**{name: getattr(asked, name) for name in _SESSION_FIELDS})
+
+
 class CreateKey(wire.Request, frozen=True):
     """A new API key of the caller's project (for a platform key: of the project that it names)."""
 

@@ -16,14 +16,16 @@ from typing import Final, Literal, TypeVar
 import aiohttp
 import msgspec
 
-from executor.wire import FRAME_START, ExecRequest, ExecResult, FrameEvent, TerminalRequest, bad_field
+from executor.wire import FRAME_START, ExecRequest, ExecResult, FrameEvent, SessionRequest, TerminalRequest, bad_field
 from manager.errors import (
+    ExecutorRefused,
     ExecutorUnreachable,
     InvalidRequest,
     ManagerError,
     NotFound,
     OutcomeUnknown,
     Provisioning,
+    SandboxGone,
     SandboxReplaced,
 )
 from manager.executor_answers import ExecutorNotReached
@@ -36,11 +38,13 @@ from manager.services.sandboxes import Bound, Provisioned, Sandboxes, Workspace,
 from manager.store.base import Store
 
 _PROVIDES: Final = frozenset({"POST", "PUT"})
-_ROOTS: Final = frozenset({"processes", "terminals", "files", "archive", "usage"})
+_ROOTS: Final = frozenset({"processes", "sessions", "terminals", "files", "archive", "usage"})
 _CARRY_CONTENT: Final = ("/v1/files", "/v1/archive")
 _MAX_WAIT_SEC: Final = 86_400.0
-_STARTING: Final = frozenset({"/v1/processes", "/v1/terminals"})
+_STARTING: Final = frozenset({"/v1/processes", "/v1/sessions", "/v1/terminals"})
+_BOUND_TO_POD: Final = frozenset({"processes", "sessions", "terminals"})  # their ids mean nothing in another pod
 _EXEC_REQUEST: Final = msgspec.json.Decoder(ExecRequest)
+_SESSION_REQUEST: Final = msgspec.json.Decoder(SessionRequest)
 _TERMINAL_REQUEST: Final = msgspec.json.Decoder(TerminalRequest)
 T = TypeVar("T")
 
@@ -225,12 +229,14 @@ class TaskSessions:
         idempotency_key: str | None = None,
         pod_expected: str | None = None,
         wait_sec: float | None = 0.0,
+        outcome_of: str | None = None,
     ) -> AsyncIterator[TaskForward]:
         """One of the executor's own calls, authorised and leased.
 
         `path` is the executor's ("/v1/files"), it and `query` percent-encoded. POST and PUT provide a sandbox, but
         not for a process that can only be in one that is there; other methods never do. `wait_sec`: how long the
-        executor may be silent on purpose (a long poll); None: as long as it likes (an output that is followed)."""
+        executor may be silent on purpose (a long poll); None: as long as it likes (an output that is followed).
+        `outcome_of`: the id of the command that the call runs; where its answer breaks off, the error names it."""
         parts = path.split("/")
         if len(parts) < 3 or parts[:2] != ["", "v1"] or parts[2] not in _ROOTS:
             raise NotFound(f"there is no {path[:100]!r} in a sandbox")
@@ -240,7 +246,7 @@ class TaskSessions:
         if starts:
             body, once = self._started_once(owner, task_id, path, idempotency_key, body)
             headers = {"Content-Type": "application/json"}
-        provides = method in _PROVIDES and (starts or parts[2] not in ("processes", "terminals"))
+        provides = method in _PROVIDES and (starts or parts[2] not in _BOUND_TO_POD)
         works = method in ("POST", "PUT", "DELETE") or (method == "GET" and path in _CARRY_CONTENT)
         works = works and path != "/v1/files/watch"  # who only looks on keeps nothing alive
         idle_sec = None if wait_sec is None else STREAM_IDLE_SEC + min(wait_sec, _MAX_WAIT_SEC)
@@ -270,7 +276,13 @@ class TaskSessions:
                         if once is not None:
                             await once.not_sent()
                         continue
-                    self._check_current(bound, once.request.id if once is not None else None)
+                    except ExecutorRefused as why:
+                        raise _of_an_earlier_pod(bound, why, path) or why from None
+                    except ExecutorUnreachable as why:
+                        if outcome_of is None:
+                            raise
+                        raise OutcomeUnknown(f"{why.message}; ask for the process by its id", id=outcome_of) from why
+                    self._check_current(bound, once.request.id if once is not None else outcome_of)
                     yield TaskForward(_facts(bound), response)
                     return
 
@@ -420,6 +432,11 @@ class TaskSessions:
         if path == "/v1/processes":
             once = self._once(owner, task_id, key, "process", _decoded(_EXEC_REQUEST, body, "process to start"))
             return msgspec.json.encode(once.request), once
+        if path == "/v1/sessions":
+            session = _decoded(_SESSION_REQUEST, body, "session to make")
+            shell = ExecRequest(command=["-"], cwd=session.cwd, env=session.env, user=session.user, id=session.id)
+            once = self._once(owner, task_id, key, "session", shell)
+            return msgspec.json.encode(msgspec.structs.replace(session, id=once.request.id)), once
         asked = _decoded(_TERMINAL_REQUEST, body, "terminal to open")
         program = ExecRequest(
             command=["-"] if asked.command is None else asked.command, cwd=asked.cwd, env=asked.env, user=asked.user,
@@ -564,6 +581,19 @@ def _decoded(decoder: msgspec.json.Decoder[T], body: AsyncIterator[bytes] | byte
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as why:
         raise InvalidRequest(f"the body is no {what}: {str(why)[:300]}") from None
+
+
+def _of_an_earlier_pod(bound: Bound, refused: ExecutorRefused, path: str) -> SandboxGone | None:
+    """What to say of an id that the pod does not know, of a task that had another pod before: it went with that one,
+    as far as anybody can tell. None where there was no earlier pod, or something else was refused."""
+    ended = bound.binding.previous
+    if refused.code != "not_found" or ended is None or path.count("/") < 3 or path.split("/")[2] not in _BOUND_TO_POD:
+        return None
+    return SandboxGone(
+        f"this pod knows no such id; the task's last pod has ended ({ended.reason}), and what ran in it with it",
+        reason=ended.reason,
+        at=when(ended.at),
+    )
 
 
 def _facts(bound: Bound) -> SandboxFacts:

@@ -27,8 +27,8 @@ from tests.support.world import ACME, LARGE, SHOP, SMALL, TERMS, World, world
 PEPPER = b"a pepper of the tests alone"
 CLEANUP = "cleanup-secret-of-the-tests"
 PLACES = {
-    "task_id": "a-task", "process_id": "a-process", "terminal_id": "a-terminal", "sandbox_id": "a-sandbox",
-    "key_id": "a" * 26, "port": "3000", "path": "x",
+    "task_id": "a-task", "process_id": "a-process", "session_id": "a-session", "terminal_id": "a-terminal",
+    "sandbox_id": "a-sandbox", "key_id": "a" * 26, "port": "3000", "path": "x",
 }  # fmt: skip
 
 
