@@ -134,6 +134,7 @@ class Task(Blocking):
     upload_dir = blocking(AsyncTask.upload_dir)
     download_dir = blocking(AsyncTask.download_dir)
     usage = blocking(AsyncTask.usage)
+    usage_stream = iterating(AsyncTask.usage_stream)
     info = blocking(AsyncTask.info)
     delete = blocking(AsyncTask.delete)
 

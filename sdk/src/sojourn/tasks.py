@@ -7,16 +7,19 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
+import msgspec
+
 from sojourn.archives import DEFAULT_MAX_BYTES, Progress, download_dir, upload_dir
-from sojourn.errors import NotFound
+from sojourn.errors import NotFound, SojournError
 from sojourn.files import AsyncFiles
 from sojourn.paths import task_path
 from sojourn.processes import AsyncProcess, StartedProcess, new_process_id
 from sojourn.sessions import AsyncSession
 from sojourn.streams import START_SEC, AsyncCommandStream
 from sojourn.terminals import AsyncTerminal, terminal_body
-from sojourn.transport import Transport, decode
+from sojourn.transport import Transport, decode, error_of
 from sojourn.types import (
+    ErrorBody,
     ExecResult,
     ProcessInfo,
     ProcessList,
@@ -27,6 +30,7 @@ from sojourn.types import (
     TerminalList,
     Transferred,
     UsageReport,
+    UsageSample,
 )
 
 Command = str | Sequence[str]
@@ -35,6 +39,17 @@ Stdin = str | bytes | AsyncIterable[bytes]
 DEFAULT_OUTPUT_BYTES: Final = 10 << 20
 MAX_KEPT_BY_SERVER: Final = 64 << 20
 INLINE_STDIN_BYTES: Final = 4 << 20  # more goes in pieces, beside the running command
+
+
+USAGE_IDLE_SEC: Final = 60.0  # four heartbeats missed
+MAX_SAMPLE_BYTES: Final = 4 << 20
+
+
+class _UsageEvent(msgspec.Struct, frozen=True):
+    """What a line of the usage is: `usage`, `heartbeat` or `error`."""
+
+    type: str
+    error: ErrorBody | None = None
 
 
 class AsyncTask:
@@ -266,6 +281,25 @@ class AsyncTask:
         """What the sandbox uses now, against its limits. Raises NotFound or SandboxGone where there is none."""
         answer = await self._transport.call("GET", f"{self._path}/usage", retry="safe")
         return decode(answer.body, UsageReport)
+
+    async def usage_stream(self, interval_sec: int = 2) -> AsyncGenerator[UsageSample, None]:
+        """What the sandbox uses, at once and then every `interval_sec` (1 to 60), for as long as you read on.
+
+        Raises NotFound or SandboxGone where there is no sandbox, ConnectionFailed where the connection breaks."""
+        async with self._transport.open(
+            "GET", f"{self._path}/usage/stream", params={"interval_sec": str(interval_sec)}, idle_sec=USAGE_IDLE_SEC
+        ) as response:
+            kept = b""
+            async for data in response.content.iter_any():
+                *lines, kept = (kept + data).split(b"\n")
+                if len(kept) > MAX_SAMPLE_BYTES:
+                    raise SojournError("a sample of the usage is too long")
+                for line in lines:
+                    event = decode(line, _UsageEvent)
+                    if event.error is not None:
+                        raise error_of(event.error)
+                    if event.type == "usage":
+                        yield decode(line, UsageSample)
 
     async def info(self) -> SandboxState:
         """The task's sandbox: its stage, lease and pod. Raises NotFound for a task that was never used."""

@@ -428,6 +428,16 @@ class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
     processes_truncated: bool = False
 
 
+class UsageSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One of `usage_stream`: the figures but `usage` are of the time since the sample before, None in the first."""
+
+    elapsed_sec: float | None
+    cpu_ms: float | None  # used, all cores
+    cpu_cores: float | None  # the same as cores kept busy
+    throttled_ms: float | None
+    usage: UsageReport
+
+
 # ── sandboxes and keys ──────────────────────────────────────────────────────────────────────────────────────────
 
 

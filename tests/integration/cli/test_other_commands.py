@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -32,6 +35,41 @@ def test_top_shows_use_against_limits(sojourn: Sojourn, task: str) -> None:
     sojourn("exec", task, "--", "true")
     assert sojourn("top", task).stdout.decode().startswith("memory")
     assert json.loads(sojourn("top", task, "--json").stdout)["memory"]["working_set_bytes"] > 0
+
+
+def test_top_goes_on_until_it_is_interrupted(stack: Stack, sojourn: Sojourn, task: str) -> None:
+    sojourn("exec", task, "--", "true")
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "sojourn", "top", task, "--watch", "--interval", "1", "--json"],
+        env=stack.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert watching.stdout is not None
+        samples = [json.loads(watching.stdout.readline()) for _ in range(2)]
+        assert samples[0]["cpu_ms"] is None
+        assert samples[1]["elapsed_sec"] >= 1
+        assert samples[1]["usage"]["memory"]["working_set_bytes"] > 0
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(60) == 130
+    finally:
+        watching.kill()
+        watching.communicate()
+
+
+def test_top_watches_no_task_that_was_never_used(sojourn: Sojourn) -> None:
+    done = sojourn("top", "never-used", "--watch")
+    assert done.returncode == 125
+    assert b"not_found" in done.stderr
+
+
+def test_logs_shows_both_streams_as_they_are_and_follows_to_the_end(sojourn: Sojourn, stack: Stack, task: str) -> None:
+    with stack.client() as client:
+        process = client.task(task).start("printf 'a\\377b'; echo oops >&2; read line; echo got $line")
+        process.write_stdin("it\n")
+        followed = sojourn("logs", task, process.id, "-f")
+        assert (followed.returncode, followed.stdout, followed.stderr) == (0, b"a\xffbgot it\n", b"oops\n")
+        assert sojourn("logs", task, process.id, "--stream", "stdout", "--offset", "3").stdout == b"got it\n"
+    assert sojourn("logs", task, "no-such-process").returncode == 125
 
 
 def test_a_key_works_until_it_is_revoked(sojourn: Sojourn, stack: Stack, task: str) -> None:

@@ -12,6 +12,7 @@ import click
 from sojourn.cli.copy import cp
 from sojourn.cli.files import ls
 from sojourn.cli.keys import keys
+from sojourn.cli.logs import logs
 from sojourn.cli.run import exec_command
 from sojourn.cli.server import doctor, serve, up
 from sojourn.cli.shell import shell
@@ -55,7 +56,7 @@ def cli() -> None:
     """
 
 
-for command in (up, exec_command, shell, ls, cp, top, rm, keys, doctor, serve):
+for command in (up, exec_command, shell, ls, cp, top, logs, rm, keys, doctor, serve):
     cli.add_command(command)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from sojourn.cli.output import print_json, print_table, size
@@ -11,15 +13,29 @@ from sojourn.types import UsageReport
 
 @click.command()
 @click.argument("task")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def top(task: str, as_json: bool) -> None:
-    """Show what TASK's sandbox uses now, against its limits."""
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --watch, one a line.")
+@click.option("--watch", "-w", is_flag=True, help="Show it again and again, until Ctrl-C.")
+@click.option("--interval", "interval_sec", type=click.IntRange(1, 60), default=2, help="Seconds, with --watch.")
+def top(task: str, as_json: bool, watch: bool, interval_sec: int) -> None:
+    """Show what TASK's sandbox uses, against its limits."""
     with Client() as client:
-        report = client.task(task).usage()
+        if not watch:
+            _show(client.task(task).usage(), None, as_json)
+            return
+        for sample in client.task(task).usage_stream(interval_sec):
+            if as_json:
+                print_json(sample)
+            else:
+                click.clear()  # nothing where nobody looks on
+                _show(sample.usage, sample.cpu_cores, as_json)
+            sys.stdout.flush()
+
+
+def _show(report: UsageReport, busy_cores: float | None, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
-    for line in summary(report):
+    for line in summary(report, busy_cores):
         click.echo(line)
     if report.processes:
         click.echo()
@@ -31,13 +47,14 @@ def top(task: str, as_json: bool) -> None:
         print_table(heads, rows, right=frozenset({0, 2, 3, 4}))
 
 
-def summary(report: UsageReport) -> list[str]:
-    """Four lines: memory, cpu, pids, disk."""
+def summary(report: UsageReport, busy_cores: float | None = None) -> list[str]:
+    """Four lines: memory, cpu, pids, disk. `busy_cores`: how many were kept busy of late, where that is known."""
     memory, cpu, pids, disk = report.memory, report.cpu, report.pids, report.disk
+    busy = "" if busy_cores is None else f"{busy_cores:.2f} of "
     cores = f"{cpu.limit_cores:g}" if cpu.limit_cores is not None else f"all {cpu.cores}"
     return [
         f"memory  {size(memory.working_set_bytes)} of {size(memory.limit_bytes)}",
-        f"cpu     {cpu.usage_ms / 1000:.2f} s used, {cores} cores",
+        f"cpu     {busy}{cores} cores, {cpu.usage_ms / 1000:.2f} s used",
         f"pids    {pids.current} of {pids.limit if pids.limit is not None else 'no limit'}",
         f"disk    {size(disk.used_bytes)} of {size(disk.limit_bytes)} ({disk.path})",
     ]
