@@ -175,3 +175,7 @@ async def test_a_retired_task_starts_anew_and_says_why(stack: Stack) -> None:
     assert (second["stdout"], second["workspace"], second["previous"]["reason"]) == ("", "fresh", "destroyed")
     assert second["pod_id"] != first["pod_id"]
     assert first["pod_id"] not in stack.pods()
+    status, gone = await stack.call("GET", f"{stack.task('again')}/processes/{first['id']}")
+    assert (status, gone["error"]["code"], gone["error"]["details"]["reason"]) == (410, "sandbox_gone", "destroyed")
+    status, missing = await stack.call("GET", f"{stack.task('steps')}/processes/never-there")
+    assert (status, missing["error"]["code"]) == (404, "not_found")
