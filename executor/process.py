@@ -78,6 +78,7 @@ class Command:
     """A command from its start to its outcome, which then waits for whoever asks by its id."""
 
     window_bytes = WINDOW_BYTES
+    own_session = False  # a process group is enough for what has no terminal
 
     def __init__(
         self,
@@ -148,8 +149,9 @@ class Command:
                 theirs.append(script)
             eager = self.background or self.streamed or request.no_output_timeout_sec is not None
             self.host.spawner.spawn(
-                self, self.user, argv, env, os.fsencode(self.cwd), stdin, stdout, stderr, script, at_once=eager
-            )
+                self, self.user, argv, env, os.fsencode(self.cwd), stdin, stdout, stderr, script, at_once=eager,
+                own_session=self.own_session,
+            )  # fmt: skip
         except OSError as why:
             for pump in self.pumps:
                 pump.close()

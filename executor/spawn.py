@@ -272,13 +272,15 @@ class Spawner:
     def spawn(
         self, job: Job, user: CommandUser, argv: list[bytes], env: list[bytes], cwd: bytes, stdin: int | None,
         stdout: int, stderr: int | None, script: int | None, *, at_once: bool = True,
+        own_session: bool = True,
     ) -> None:  # fmt: skip
         """Starts a command; the descriptors become the spawner's. The outcome comes through `job`.
 
-        Without `at_once` the job hears of its pid a moment later, or with its end."""
+        Without `at_once` the job hears of its pid a moment later, or with its end. Without `own_session` it leads a
+        process group only, and shares the processor with the other commands as one (see `spawn_helper`)."""
         fds = [fd for fd in (stdin, stdout, stderr, script) if fd is not None]
         given = (stdin is not None, stderr is not None, script is not None)
-        packet = marshal.dumps((job.seq, at_once, *given, argv, env, cwd))
+        packet = marshal.dumps((job.seq, at_once, own_session, *given, argv, env, cwd))
         if len(packet) > PACKET_BYTES:
             memory = os.memfd_create("sojourn-job", os.MFD_CLOEXEC)
             fds.append(memory)

@@ -6,7 +6,7 @@ plain vfork+exec, which CPython only does while the user stays the same. It impo
 resident in every pod and runs as the user that commands run as.
 
 From the executor, one packet a command (marshal; the executor is trusted): (seq, whether its pid is wanted at
-once, which descriptors come with it, argv, env, cwd) with the descriptors
+once, whether it leads a session of its own, which descriptors come with it, argv, env, cwd) with the descriptors
 for stdin (optional), stdout and stderr (optional: merged) as SCM_RIGHTS; a packet over PACKET_BYTES travels as a memfd.
 To the executor, fixed-size REPLY packets. At the end of the socket (the executor is gone) everything that it started
 is killed, however deep.
@@ -39,6 +39,9 @@ STAGE_EXEC, STAGE_CHDIR, STAGE_FORK = 0, 1, 2
 # leaves its session and forks twice. Read back from /proc/PID/limits.
 MARK_LIMIT = resource.RLIMIT_RTTIME
 MARK_MIN = 1 << 60  # every seq is larger, and no limit that anybody sets by hand is
+
+COMMANDS_NICE = 10
+AUTOGROUP_NICE = 5
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
@@ -102,17 +105,17 @@ class Helper:
             size = os.fstat(fds[-1]).st_size
             packet = os.pread(fds[-1], size, 0)
             os.close(fds.pop())
-        seq, at_once, has_stdin, has_stderr, keep, argv, env, cwd = marshal.loads(packet)
+        seq, at_once, own_session, has_stdin, has_stderr, keep, argv, env, cwd = marshal.loads(packet)
         try:
-            self.spawn(seq, at_once, has_stdin, has_stderr, keep, argv, env, cwd, fds)
+            self.spawn(seq, at_once, own_session, has_stdin, has_stderr, keep, argv, env, cwd, fds)
         finally:
             for fd in fds:
                 os.close(fd)
         return True
 
     def spawn(
-        self, seq: int, at_once: bool, has_stdin: bool, has_stderr: bool, keep: bool, argv: list[bytes],
-        env: list[bytes], cwd: bytes, fds: array.array[int],
+        self, seq: int, at_once: bool, own_session: bool, has_stdin: bool, has_stderr: bool, keep: bool,
+        argv: list[bytes], env: list[bytes], cwd: bytes, fds: array.array[int],
     ) -> None:  # fmt: skip
         at = 0
         stdin = self.null
@@ -131,7 +134,8 @@ class Helper:
         try:
             pid = fork_exec(
                 argv, candidates, True, kept, cwd, env, stdin, -1, -1, stdout, -1, stderr,  # type: ignore[arg-type]
-                self.err_read, self.err_write, True, True, -1, None, None, None, -1, None, True,  # type: ignore[arg-type]
+                self.err_read, self.err_write, True, own_session, -1 if own_session else 0,
+                None, None, None, -1, None, True,  # type: ignore[arg-type]
             )  # fmt: skip
         except OSError as why:
             self.reply(FAILED, seq, why.errno or errno.EAGAIN, stage=STAGE_FORK)
@@ -292,6 +296,19 @@ def _nothing(_number: int, _frame: object) -> None:
     """A handler of our own makes the kernel keep zombies for us, also where SIGCHLD was ignored at our start."""
 
 
+def _yield_to_the_executor() -> None:
+    """However many commands want the processor, the executor gets it when it wakes: it is what answers for them.
+
+    Both are needed: niceness counts inside a pod's cpu cgroup; where there is none, the kernel shares the processor
+    between sessions first (sched(7), autogroup), which is also why commands stay in the helper's own."""
+    os.nice(COMMANDS_NICE)
+    try:
+        with open("/proc/self/autogroup", "w") as weight:
+            weight.write(str(AUTOGROUP_NICE))
+    except OSError:
+        pass
+
+
 def _reset_internal_signals() -> None:
     """glibc's posix_spawn leaves its own two signals ignored in the child (GNU make starts everything by it), and its
     sigaction refuses to name them: so by the kernel's call, with an all-zero struct (SIG_DFL)."""
@@ -317,6 +334,7 @@ def become(settings: dict[str, object]) -> None:
             score.write("1000")  # the kernel picks a command before it picks the executor
     except OSError:
         pass
+    _yield_to_the_executor()
     umask = settings["umask"]
     assert isinstance(umask, int)
     os.umask(umask)

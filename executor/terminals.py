@@ -53,6 +53,7 @@ class TerminalCommand(Command):
     """A command whose standard input, output and errors are one terminal."""
 
     window_bytes = WINDOW_BYTES
+    own_session = True  # only a session's leader can have a controlling terminal
 
     def __init__(self, host: Terminals, request: ExecRequest, id: str, user: CommandUser, cwd: str) -> None:
         super().__init__(host, request, id, user, cwd, background=True, streamed=True)

@@ -1,7 +1,7 @@
 """Finding and ending all of a command: its leader, its session, its children, and what left all of these.
 
 A process belongs to a command when it carries the command's mark (`executor.spawn_helper.mark_of`), is in the leader's
-session, or descends from one that does. Walking /proc may take milliseconds: it is done in a worker thread, once for
+group, or descends from one that does. Walking /proc may take milliseconds: it is done in a worker thread, once for
 all that ask (`executor.sweeps`)."""
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Seen(msgspec.Struct, frozen=True, gc=False):
     pid: int
     state: str
     ppid: int
+    group: int
     session: int
     start: int  # clock ticks since boot: with the pid, an identity
 
@@ -36,7 +37,7 @@ def seen(pid: int) -> Seen | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read(1024)
         fields = text[text.rindex(b")") + 2 :].split()
-        return Seen(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+        return Seen(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
     except OSError as why:
         if why.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # what cannot be seen must not be taken for gone
             raise
@@ -63,13 +64,14 @@ class Snapshot:
         self.living = everything()
         self.children: dict[int, list[int]] = {}
         self.marked: dict[int, list[int]] = {}  # by the command's number; 0: without a mark
-        self.unmarked: dict[int, list[int]] = {}  # these by session
+        self.unmarked: dict[int, list[int]] = {}  # these by session, and by process group
         for one in self.living.values():
             self.children.setdefault(one.ppid, []).append(one.pid)
             mark = mark_of(one.pid)
             self.marked.setdefault(mark, []).append(one.pid)
             if not mark:
-                self.unmarked.setdefault(one.session, []).append(one.pid)
+                for leader in {one.session, one.group}:
+                    self.unmarked.setdefault(leader, []).append(one.pid)
 
     def with_descendants(self, wanted: list[int], spare: int = 0) -> dict[int, Seen]:
         """The living of `wanted` and their descendants, but `spare` and what is only its descendant. Zombies are
@@ -90,7 +92,7 @@ def members(at: Snapshot, seq: int, leader: int) -> dict[int, Seen]:
     """The living processes of command `seq`; `leader` is its first process's pid, 0 where unknown."""
     wanted = list(at.marked.get(seq, ()))
     if leader:
-        # Without a mark (a kernel that does not show it, a program that changed it) the leader's session has to do;
+        # Without a mark (a kernel that does not show it, a program that changed it) the leader's group has to do;
         # with another command's mark it never does: the leader's pid may be another's by now.
         wanted += at.unmarked.get(leader, ())
     return at.with_descendants(wanted)

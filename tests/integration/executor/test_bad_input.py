@@ -31,7 +31,7 @@ EXEC_FIELDS = (
 )  # fmt: skip
 EXEC = st.dictionaries(st.sampled_from(EXEC_FIELDS), ODD, max_size=4).map(lambda more: {"command": ["true"], **more})
 BODIES = {
-    "/v1/exec": EXEC | st.builds(lambda value: {"command": value}, ODD),
+    "/v1/exec": EXEC | st.builds(lambda value: {"command": value, "timeout_sec": 5}, ODD),
     "/v1/processes": EXEC,
     "/v1/processes/none/signal": st.fixed_dictionaries({}, optional={"signal": ODD, "to": ODD}),
     "/v1/files/mkdir": st.fixed_dictionaries({}, optional={"path": ODD, "parents": ODD, "mode": ODD}),

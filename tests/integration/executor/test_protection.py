@@ -267,3 +267,11 @@ async def test_an_executor_without_the_tokens_hash_refuses_to_start() -> None:
         running_executor(env={"SOJOURN_POD_TOKEN_SHA256": ""}),
     ):
         pass
+
+
+async def test_the_executor_comes_before_its_commands_when_the_processor_is_short(pod: Pod) -> None:
+    nice = (await pod.exec("nice; cat /proc/self/autogroup 2>/dev/null"))["stdout"].split()
+    assert nice[0] == "10"
+    assert nice[1:] == [] or nice[-1] == "5"
+    with open(f"/proc/{pod.pid}/stat") as stat:
+        assert stat.read().rpartition(")")[2].split()[16] == "0"
