@@ -13,7 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from executor.wire import BindRequest, LeaseTermsBody
-from manager.errors import ExecutorRefused, ExecutorUnreachable, ManagerError
+from manager.errors import ExecutorRefused, ExecutorUnreachable, ManagerError, Provisioning
 from manager.executor_client import ExecutorClient, PodRef
 from manager.model import (
     LABEL_PROFILE,
@@ -145,7 +145,12 @@ class Claims:
         touched.append(name)
         labels, notes = marks_of(held)
         labels |= {LABEL_PROFILE: recipe.name, LABEL_REVISION: recipe.revision}
-        pod = await watch.provider.create(recipe, name, labels, notes)
+        try:
+            pod = await watch.provider.create(recipe, name, labels, notes)
+        except Provisioning as why:
+            # It quotes the pod's own log, with paths of the data plane: for its operator, not for a tenant.
+            log.warning("pod_not_made", extra={"pod": name, "why": why.message})
+            raise Provisioning("the sandbox's pod did not start; the manager's log says why") from why
         watch.put(pod)
         await self._bind(pod, held, terms, quiet_sec)
         return pod

@@ -208,6 +208,16 @@ async def test_a_claim_that_fails_at_any_step_leaves_no_pod_and_no_record(
     assert [pod.name for pod in here.provider.claimed] == [again.binding.pod]
 
 
+async def test_what_a_pod_that_does_not_start_said_is_for_the_operator_not_for_the_tenant(
+    here: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fails_once(here, "provider:create", Provisioning("pod p1 ended: Traceback in /srv/private/file.py"))
+    with pytest.raises(Provisioning) as told:
+        await ensure(here)
+    assert "/srv" not in told.value.message
+    assert any("/srv/private" in str(vars(record).get("why")) for record in caplog.records)
+
+
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_manager_that_stops_at_any_step_of_a_claim_leaves_no_pod_and_no_record(here: World, step: str) -> None:
     if step in ("provider:patch", "patched"):
