@@ -23,6 +23,8 @@ SPILL_QUEUE_BYTES: Final = 8 * MiB  # beyond it the pipe is not read until the d
 JOIN_BELOW: Final = 16_384  # pieces under this are joined, so that a byte at a time does not cost an object each
 PIECE_BYTES: Final = 65_536
 
+_NOTHING: Final[deque[tuple[int, bytes | bytearray]]] = deque(maxlen=0)
+
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """What a reader at some offset gets next: `gap` bytes are gone, then `data` starts at `offset`."""
@@ -152,16 +154,19 @@ class OutputLog:
             del self._head[keep_bytes:]
             self._head_bytes = keep_bytes
 
-    def close_empty_spill(self) -> None:
-        """Nothing comes any more: a file that never took anything need not stay open as long as the log is kept."""
+    def seal(self) -> None:
+        """Nothing comes any more, and what holds nothing need not be held as long as the log is kept."""
+        if not self._tail:
+            self._tail = _NOTHING
         if self.spill is not None and self.spill.empty:
             self.spill.close()
             self.spill = None
 
     def close(self) -> None:
         self._head = bytearray()
-        self._tail.clear()
+        self._tail = _NOTHING
         self._tail_size = 0
+        self.tail_start = self.end  # for whoever still reads, all of it is a gap
         if self.spill is not None:
             self.spill.close()
             self.spill = None

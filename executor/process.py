@@ -77,6 +77,13 @@ _NO_USE: Final = ResourceUse(0.0, 0.0, 0)
 class Command:
     """A command from its start to its outcome, which then waits for whoever asks by its id."""
 
+    # Thousands of outcomes are kept, so what a short command has no need of is made when it is first used.
+    __slots__ = (
+        "_duration", "_ending", "_kill_event", "_killing", "_last_output", "_left", "_sent", "_status", "_t0",
+        "_timers", "_usage", "_watchers", "background", "caller", "cwd", "ended", "ended_at", "error", "host", "id",
+        "interactive", "launched", "logs", "outcome", "pid", "pumps", "request", "seq", "shell_text", "started_at",
+        "stdin", "streamed", "user",
+    )  # fmt: skip
     window_bytes = WINDOW_BYTES
     own_session = False  # a process group is enough for what has no terminal
 
@@ -117,7 +124,7 @@ class Command:
         self.pumps: list[Pump] = []
         self.launched: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self._watchers: set[asyncio.Future[None]] = set()
+        self._watchers: set[asyncio.Future[None]] | None = None
         self._status: int | None = None
         self._usage = _NO_USE
         self._left = False
@@ -127,7 +134,7 @@ class Command:
         self._ending: Reason | None = None  # why we are killing it
         self._sent: int = 0  # the signal a caller sent last, to leader or tree
         self._killing: asyncio.Task[None] | None = None
-        self._kill_now = asyncio.Event()
+        self._kill_event: asyncio.Event | None = None
 
     # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -359,13 +366,15 @@ class Command:
     def watch(self) -> asyncio.Future[None]:
         """Done at the next output or at the end. Cancel it when it is not wanted any more."""
         future: asyncio.Future[None] = self.host.loop.create_future()
+        if self._watchers is None:
+            self._watchers = set()
         self._watchers.add(future)
         future.add_done_callback(self._watchers.discard)
         return future
 
     def _wake(self) -> None:
         if self._watchers:
-            watchers, self._watchers = self._watchers, set()
+            watchers, self._watchers = self._watchers, None
             for future in watchers:
                 if not future.done():
                     future.set_result(None)
@@ -406,6 +415,13 @@ class Command:
             if self._status is None:
                 self._ending = reason
             self._killing = self.host.loop.create_task(self._kill_tree(), name=f"kill-{self.id}")
+
+    @property
+    def _kill_now(self) -> asyncio.Event:
+        """Set where nothing is to wait for the grace any more."""
+        if self._kill_event is None:
+            self._kill_event = asyncio.Event()
+        return self._kill_event
 
     async def gone(self) -> None:
         """Returns when the command has ended and what was told to end it is done."""
@@ -546,8 +562,10 @@ class Command:
         for pump in self.pumps:
             pump.discarding = True
             pump.release()
-            if pump.log.spill is not None:
-                pump.log.close_empty_spill()
+        for one in self.logs:
+            one.seal()
+        if all(pump.eof for pump in self.pumps):
+            self.pumps = []
         if self.stdin is not None:
             self.stdin.close()
         for future in (self.launched, self.ended):

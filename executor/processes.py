@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from executor import kernel
 from executor.cgroup import CgroupCounters
 from executor.config import ExecutorConfig
 from executor.errors import IdempotencyMismatch, InvalidRequest, NotFound, RateLimited, ShuttingDown
@@ -34,6 +35,8 @@ KEEP_COUNT: Final = 1000  # outcomes kept at least for KEEP_SEC; more go earlier
 KEEP_COUNT_MAX: Final = 10_000
 KEEP_OUTPUT_BYTES: Final = 64 * MiB  # of ended commands, in memory, all together
 SPILL_DISK_BYTES: Final = 1024 * MiB  # all spills together may be this much; further commands keep memory only
+TRIM_AFTER_BYTES: Final = 8 * MiB  # of output since the heap was last trimmed
+TRIM_QUIET_SEC: Final = 2.0  # without a command's end, before it is trimmed
 
 _ENCODER: Final = msgspec.json.Encoder(order="sorted")
 
@@ -69,6 +72,8 @@ class Processes:
         self._workers = started_pool(2, "spill")
         self._spills: list[Spill] = []
         self._spill_dir: str | None = None
+        self._passed_bytes = 0  # output and, roughly, outcomes since the heap was last trimmed
+        self._trimming: asyncio.TimerHandle | None = None
         self.counts: dict[str, int] = {}  # ended commands by reason
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,6 +217,9 @@ class Processes:
             self._ended[command.id] = command
             self._kept_bytes += _memory(command)
             self._trim()
+            self._passed_bytes += 4096 + command.stdout_bytes + command.stderr_bytes
+            if self._passed_bytes > TRIM_AFTER_BYTES and self._trimming is None:
+                self._trimming = self.loop.call_later(TRIM_QUIET_SEC, self._trim_heap)
         self._changed()
 
     def _trim(self) -> None:
@@ -231,6 +239,16 @@ class Processes:
                     self._kept_bytes -= held - _memory(command)
                 if self._kept_bytes <= KEEP_OUTPUT_BYTES // 2:
                     break
+
+    def _trim_heap(self) -> None:
+        """After a burst of commands, once: malloc keeps what they took, several times of what is kept of them."""
+        self._trimming = None
+        latest = next(reversed(self._ended.values())).ended_at if self._ended else 0.0
+        if self.loop.time() - latest < TRIM_QUIET_SEC:
+            self._trimming = self.loop.call_later(TRIM_QUIET_SEC, self._trim_heap)
+            return
+        self._passed_bytes = 0
+        self.loop.run_in_executor(self._workers, kernel.trim_heap)
 
     def _forget(self, id: str) -> None:
         command = self._commands.pop(id)
@@ -262,6 +280,8 @@ class Processes:
                 log.warning("drain_incomplete", extra={"running": self.running})
 
     def close(self) -> None:
+        if self._trimming is not None:
+            self._trimming.cancel()
         for command in list(self._commands.values()):
             command.close()
         self._workers.shutdown(wait=False, cancel_futures=True)

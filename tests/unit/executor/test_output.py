@@ -166,3 +166,14 @@ async def test_a_failing_disk_becomes_a_gap_and_no_error(
 
 def _no_space(_fd: int, _data: bytes, _at: int) -> int:
     raise OSError(28, "No space left on device")
+
+
+async def test_a_reader_of_a_log_that_is_closed_under_it_is_told_that_the_rest_is_gone() -> None:
+    log = OutputLog(0, 1000)
+    log.append(b"x" * 300)
+    log.close()
+    for offset in (0, 100):
+        piece = log.read(offset)
+        assert piece is not None
+        assert (piece.offset, piece.data, piece.gap) == (300, b"", 300 - offset)
+    assert log.read(300) is None
