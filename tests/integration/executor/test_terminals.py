@@ -143,7 +143,7 @@ async def test_job_control_works(any_tier: Pod) -> None:
         await _until_foreground(any_tier, b"sleep")
         await socket.type(b"\x1a")
         await socket.until(lambda: b"Stopped" in socket.stdout, "the stopped job")
-        await socket.type(b"kill %1; wait; echo do''ne\n")
+        await socket.type(b"kill -9 %1; wait %1; echo do''ne\n")
         await socket.until_text(b"done")
         await socket.type(b"exit 4\n")
         await socket.to_end()
