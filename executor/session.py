@@ -31,6 +31,7 @@ MAX_WAITING: Final = 64  # commands of one session
 KEPT_MARKS: Final = 4096  # of the latest commands, to find by them what they left behind
 LAZY_PUMP_SEC: Final = 0.002  # a command that is over by then never has its FIFOs registered with the loop
 SWEEP_SEC: Final = 0.05
+INTERRUPT_SWEEPS: Final = 4
 CANCELLED_CODE: Final = 128 + signal.SIGINT
 HANG_UP_SEC: Final = 1.0  # for a shell's EXIT trap when its session is deleted
 
@@ -46,6 +47,8 @@ class SessionCommand(Command):
         self._shell: Shell | None = None
         self._since = 0
         self._spares_background = False
+        self._interrupting: asyncio.Task[None] | None = None
+        self._interrupted_ones: set[tuple[int, int]] = set()  # pid and start
         self._over = asyncio.Event()  # reported, or the shell gone
 
     def start(self) -> None:
@@ -84,7 +87,7 @@ class SessionCommand(Command):
     def reported(self, code: int, user_sec: float, system_sec: float, left: bool) -> None:
         """The shell says that it has ended."""
         self._over.set()
-        by_signal = code > 128 and (self._ending is not None or code - 128 == self._sent)
+        by_signal = 128 < code <= 128 + 64 and (self._ending is not None or code - 128 == self._sent)
         # The shell tells a death by a signal as any other code: only one that we sent is known to be one.
         self.exited(code - 128 if by_signal else code << 8, user_sec, system_sec, 0, left)
 
@@ -104,21 +107,19 @@ class SessionCommand(Command):
     def interrupt(self, *, escalate: bool) -> None:
         """As Ctrl-C: what it runs in the foreground gets INT, and the rest of it is given up. With `escalate`, more
         follows after the grace."""
-        self._spares_background = True
         if self._status is None:
             self._sent = signal.SIGINT
         if escalate:
+            self._spares_background = self._spares_background or self._killing is None
             self.end("cancelled")
-        elif self._killing is None:
-            self._killing = self.host.loop.create_task(self._only_interrupt(), name=f"interrupt-{self.id}")
+        elif self._killing is None and self._interrupting is None:
+            self._interrupting = self.host.loop.create_task(self._only_interrupt(), name=f"interrupt-{self.id}")
+            self._interrupting.add_done_callback(self._interrupted)
+
+    def _interrupted(self, _done: asyncio.Task[None]) -> None:
+        self._interrupting = None
 
     # ── a Command's ways, in a shell that is to be kept ─────────────────────────────────────────────────────────
-
-    async def _only_interrupt(self) -> None:
-        await self._give_up()
-        self._killing = None
-        if self._status is not None and "drain" not in self._timers:
-            self._conclude()
 
     async def _kill_tree(self) -> None:
         if not self.launched.done() and self._session.withdraw(self):
@@ -140,17 +141,21 @@ class SessionCommand(Command):
             return
         await super()._kill_tree()
 
+    async def _only_interrupt(self) -> None:
+        for _ in range(INTERRUPT_SWEEPS):
+            await self._give_up()
+            await self._wait_over(SWEEP_SEC)
+
     async def _make_way(self) -> None:
         """INT, halfway through the grace TERM, at its end KILL and the end of the shell."""
         loop = self.host.loop
         began, grace = loop.time(), self.request.grace_sec
         is_termed = False
-        if not self._kill_now.is_set():
-            await self._give_up()
         while not self._over.is_set() and not self._kill_now.is_set():
             left = began + grace - loop.time()
             if left <= 0:
                 break
+            await self._give_up()
             if not is_termed and left < grace / 2:
                 is_termed = True
                 await self._signal_tree(signal.SIGTERM)
@@ -163,19 +168,23 @@ class SessionCommand(Command):
             await self._wait_over(OPEN_SEC)
 
     async def _wait_over(self, seconds: float) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._over, self._kill_now)]
         try:
-            await asyncio.wait(waits[: 1 if self._kill_now.is_set() else 2], timeout=seconds,
-                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-        finally:
-            for wait in waits:
-                wait.cancel()
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
+        except TimeoutError:
+            pass
 
     async def _give_up(self) -> None:
-        """The shell first: it must not run on when it sees its child end."""
-        assert self._shell is not None
+        """The shell first: it must not run on when it sees its child end. Each process is interrupted once."""
+        if self._shell is None or self._over.is_set():
+            return
         self._shell.abandon()
-        await self._signal_tree(signal.SIGINT)
+        await self.host.spawner.sweeps.signal(self._uninterrupted, signal.SIGINT)
+
+    def _uninterrupted(self, at: tree.Snapshot) -> dict[int, tree.Seen]:
+        found = {pid: one for pid, one in self._members(at).items() if (pid, one.start) not in self._interrupted_ones}
+        self._interrupted_ones.update((pid, one.start) for pid, one in found.items())
+        return found
 
     def _members(self, at: tree.Snapshot) -> dict[int, tree.Seen]:
         if self._shell is None:
@@ -216,10 +225,9 @@ class Session:
         self.commands = 0
         self.started_at = datetime.now(UTC)
         self._queue: deque[SessionCommand] = deque()
-        self._opening: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None  # the shell for the next command
         self._last_end: tuple[int, str | None] | None = None
         self._is_untold = False  # the last shell ended between two commands, and no caller knows yet
-        self._is_told = False  # that the shell is being ended, so that its end is no news
         self._marks: deque[int] = deque(maxlen=KEPT_MARKS)
         self._closing = False
 
@@ -231,6 +239,8 @@ class Session:
             shell.start()
             async with asyncio.timeout(OPEN_SEC):
                 await asyncio.shield(shell.opened)
+            if not shell.alive:
+                raise NotSupported(f"the shell {os.fsdecode(self.host.shell)} ended as it started")
         except BaseException as why:
             if shell is not None:
                 shell.send(signal.SIGKILL)
@@ -243,7 +253,6 @@ class Session:
         self.shell = shell
         self.started_at = datetime.now(UTC)
         self._marks.append(shell.seq)
-        self._is_told = False
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,9 +277,9 @@ class Session:
 
     def advance(self) -> None:
         """Begins the next command where none runs."""
-        while self.current is None and self._queue and self._opening is None:
+        while self.current is None and self._queue and self._preparing is None and not self._closing:
             if self.shell is None:
-                self._opening = self.host.loop.create_task(self._reopen(), name=f"session-{self.id}")
+                self._preparing = self.host.loop.create_task(self._reopen(), name=f"session-{self.id}")
                 return
             self._begin(self._queue.popleft(), self.shell, fresh=False)
 
@@ -298,7 +307,7 @@ class Session:
             log.exception("session_failed", extra={"session": self.id})
             error = ExecutorError("the executor failed to start a new shell; its log has the details")
         finally:
-            self._opening = None
+            self._preparing = None
         self._is_untold = False
         if self._queue:
             command = self._queue.popleft()
@@ -312,7 +321,17 @@ class Session:
         if self.current is command:
             self.current = None
             self._renew_outputs(command)
-            self.advance()
+            if self.shell is not None and self.shell.is_unsettled:
+                self._preparing = self.host.loop.create_task(self._settle(self.shell), name=f"settle-{self.id}")
+            else:
+                self.advance()
+
+    async def _settle(self, shell: Shell) -> None:
+        try:
+            await shell.settle()
+        finally:
+            self._preparing = None
+        self.advance()
 
     def _renew_outputs(self, command: SessionCommand) -> None:
         if self.shell is None:
@@ -326,8 +345,10 @@ class Session:
             self._replace(self.shell)
 
     def _replace(self, shell: Shell) -> None:
-        self._is_told = True
+        """Drops a shell that cannot be used any more: the next command gets another one."""
         shell.send(signal.SIGKILL)
+        self.shell = None
+        self._last_end = (128 + signal.SIGKILL, "SIGKILL")
 
     # ── heard from the shell ────────────────────────────────────────────────────────────────────────────────────
 
@@ -344,13 +365,14 @@ class Session:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         code = 128 + number if number else os.WEXITSTATUS(status)
         self._last_end = (code, kernel.signal_name(number) if number else None)
+        log.info("shell_ended", extra={"session": self.id, "exit_code": code})
         command = self.current
         if command is not None and not command.exited_already:
             if begun:
                 command.shell_gone(end)
                 return
             command.refuse(Conflict(self._said_of_end(), **self._end_details()))
-        elif not self._is_told and (command is None or not command.shell_ended):
+        elif command is None or not command.shell_ended:
             self._is_untold = True
 
     def _said_of_end(self) -> str:
@@ -383,8 +405,8 @@ class Session:
         self._closing = True
         for command in list(self._queue):
             command.end("cancelled")
-        if self._opening is not None:
-            await asyncio.wait([self._opening])
+        if self._preparing is not None:
+            await asyncio.wait([self._preparing])
         shell = self.shell
         if self.current is not None:
             self.current.end("cancelled", at_once=True)
@@ -403,8 +425,8 @@ class Session:
     def abort(self) -> None:
         """At the executor's end: the spawner ends the processes."""
         self._closing = True
-        if self._opening is not None:
-            self._opening.cancel()
+        if self._preparing is not None:
+            self._preparing.cancel()
         if self.shell is not None:
             self.shell.close()
 

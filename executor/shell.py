@@ -15,8 +15,10 @@ keeps all of its state when it is interrupted. It reads one line a command from 
 - A report with another token than the current command's is an old one and ignored. A command could forge its own
   report: it would deceive nobody but its caller.
 
-Giving up: ABANDON makes the shell interrupt itself before its next command, whatever the one that it waits for did
-with an interruption of its own, and even where the text has INT ignored or trapped (that trap is lost then)."""
+Giving up: ABANDON is trapped by the shell, which interrupts itself before its next command, whatever the one that it
+waits for did with an interruption of its own, and even where the text has INT ignored or trapped (that trap is lost
+then). A shell that interrupts itself so while it reads a line crashes, bash and dash both: hence the trap looks whether
+a script is being sourced, and does nothing elsewhere. So ABANDON may come too early and is to be repeated."""
 
 from __future__ import annotations
 
@@ -51,10 +53,9 @@ LOOK_SEC: Final = 0.3  # between two looks whether a shell that does not report 
 LAST_LOOK_SEC: Final = 1.0  # before it is ended: it may only be slow to get its turn
 REPORT_BYTES: Final = 8192  # the longest report: it holds the working directory
 _TICK_SEC: Final = 1 / os.sysconf("SC_CLK_TCK")
-_SETTLE: Final = (
-    b"\\command set +o history 2>/dev/null; \\command unset -v HISTFILE MAILCHECK 2>/dev/null; PS1='$ ' PS2='> '; "
-    b"\\command trap '\\command trap - INT; \\command kill -INT $$' %d\n"
-) % ABANDON
+_QUIET: Final = (
+    "\\command set +o history 2>/dev/null; \\command unset -v HISTFILE MAILCHECK 2>/dev/null; PS1='$ ' PS2='> '; "
+)
 
 
 class ShellEnd(msgspec.Struct, frozen=True):
@@ -107,6 +108,9 @@ class Shell:
         self._asks = 0
         self._came_back = False
         self._closed = False
+        self._answers = False
+        self._settled: asyncio.Future[None] | None = None
+        self.is_unsettled = False  # it was told to give up, and may have ended its command by itself before it heard
         self.is_mute = False  # it could not report any more, and was ended for that
 
     def start(self) -> None:
@@ -132,7 +136,7 @@ class Shell:
             raise
         self.host.loop.add_reader(self.files.reports, self._read_reports)
         self._token = secrets.token_hex(8)
-        self._control.put(_SETTLE + self._report_line())
+        self._control.put(first_line(self.is_bash).encode() + self._report_line())
 
     # ── a command ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -156,12 +160,26 @@ class Shell:
         self._sent = self._control.open
 
     def abandon(self) -> None:
-        """Makes it give up the rest of its command, once the process that it waits for has ended, and report."""
+        """Makes it give up the rest of its command, once the process that it waits for has ended, and report.
+
+        To be repeated until it has reported: it may not have begun yet."""
         self._last_code = 0
+        self.is_unsettled = True
         for number in (ABANDON, signal.SIGCONT):
             self.send(number)
         if not self._asks:
             self._ask()
+
+    async def settle(self) -> None:
+        """Returns when nothing that it was told before can befall its next command, or when it has ended."""
+        if self._control is None or not self.alive:
+            return
+        self._settled = self.host.loop.create_future()
+        self._token = secrets.token_hex(8)
+        self._asks, self._came_back = 0, False
+        self._ask()
+        self._looking = self.host.loop.call_later(LOOK_SEC, self._look)
+        await self._settled
 
     def send(self, number: int) -> None:
         """A signal to the shell alone."""
@@ -231,11 +249,25 @@ class Shell:
             self.files.drop_stdin()
         except OSError:  # a command that may take it away took it away
             pass
-        if not self.opened.done():
-            self.opened.set_result(None)
+        if not self._answers:
+            self._answers = True
+            self._open_now()
+        elif self._settled is not None:
+            self._is_settled()
         else:
             user_sec, system_sec = self._use()
             self._owner.reported(self._last_code, user_sec, system_sec, self._has_children())
+
+    def _open_now(self) -> None:
+        """Its first report may be here before the spawner's word of its pid."""
+        if self._answers and self.pid and not self.opened.done():
+            self.opened.set_result(None)
+
+    def _is_settled(self) -> None:
+        self.is_unsettled = False
+        settled, self._settled = self._settled, None
+        if settled is not None and not settled.done():
+            settled.set_result(None)
 
     def _stop_looking(self) -> None:
         if self._looking is not None:
@@ -273,6 +305,7 @@ class Shell:
             self._children_fd = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             pass
+        self._open_now()
 
     def failed(self, error: int, stage: int) -> None:
         why = os.strerror(error)
@@ -305,6 +338,7 @@ class Shell:
             self._refuse(NotSupported(f"the shell {os.fsdecode(self.host.shell)} ended as it started"))
             return
         self._set_exited()
+        self._is_settled()
         self._owner.shell_gone(self, end, begun)
 
     def _set_exited(self) -> None:
@@ -345,6 +379,15 @@ def call_line(
     stderr = "&1" if merged else f"|{directory}/{OUTPUTS[1]}"
     parts.append(f"\\command . {directory}/{SCRIPT} <{stdin} >|{directory}/{OUTPUTS[0]} 2>{stderr}; ")
     return "".join(parts).encode()
+
+
+def first_line(is_bash: bool) -> str:
+    """The shell's first line: it is quiet, and gives up what it sources at ABANDON."""
+    # No reserved words, which an alias could replace. Without BASH_SOURCE, sh shows by a saved descriptor that it
+    # has redirected its input: it saves from 10 on, and allows nobody else to use these.
+    sourcing = '[ -n "${BASH_SOURCE-}" ]' if is_bash else "[ -e /proc/self/fd/10 ]"
+    steps = f"\\command {sourcing} && \\command trap - INT && \\command kill -INT \"$$\" || \\command :"
+    return f"{_QUIET}\\command trap '{steps}' {ABANDON}\n"
 
 
 def quoted(text: str) -> str:

@@ -307,6 +307,30 @@ async def test_an_interrupt_ends_the_command_and_keeps_the_shell(session: Sessio
     assert (await session.interrupt())["interrupted"] is False
 
 
+async def test_an_interrupt_that_comes_too_late_never_befalls_the_next_command(session: SessionOf) -> None:
+    """SS25"""
+    await session.exec("A=kept")
+    for n in range(40):
+        running = asyncio.create_task(session.exec(f"sleep 0.0{n % 4}"))
+        await asyncio.sleep(n % 4 / 100)
+        interrupted = asyncio.create_task(session.interrupt(escalate=n % 2 == 0))
+        following = await session.exec("echo $A")
+        assert (following["stdout"], following["exit_code"], following["fresh_shell"]) == ("kept\n", 0, False) or (
+            following["reason"] == "cancelled" and (await interrupted)["id"] == following["id"]
+        )
+        await asyncio.gather(running, interrupted)
+
+
+async def test_a_code_above_every_signal_is_told_as_it_is(session: SessionOf) -> None:
+    """SS17"""
+    await session.exec("trap '' INT")
+    result = await session.exec(
+        "sh -c 'trap \"exit 255\" TERM; while :; do sleep 0.02; done'", timeout_sec=0.5, grace_sec=4
+    )
+    assert (result["reason"], result["ended"]) == ("timeout", False)
+    assert result["exit_code"] > 128
+
+
 async def test_an_interrupt_without_escalation_lets_a_program_handle_it(session: SessionOf) -> None:
     """SS25"""
     handler = "trap 'echo handled; exit 4' INT; echo up; while :; do sleep 0.02; done"
