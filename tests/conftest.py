@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +14,12 @@ from manager.store import keys
 from manager.store.base import Store
 from manager.store.embedded import embedded_valkey
 from manager.store.redis import RedisStore
+
+
+# A shell that runs the tests in the background has them ignore SIGINT, and all that they start: what a person at a
+# terminal starts does not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
