@@ -15,7 +15,6 @@ from manager.store.base import Store
 from manager.store.embedded import embedded_valkey
 from manager.store.redis import RedisStore
 
-
 # A shell that runs the tests in the background has them ignore SIGINT, and all that they start: what a person at a
 # terminal starts does not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
