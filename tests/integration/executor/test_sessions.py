@@ -271,7 +271,7 @@ async def test_a_one_shot_command_leaves_its_daemon_alive(session: SessionOf) ->
     mark = f"300.23{session.pod.pid}"
     result = await session.pod.exec(f"nohup sleep {mark} >/dev/null 2>&1 & echo $!")
     assert result["descendants_left"] is True
-    assert len(processes_with(f"sleep\0{mark}")) == 1
+    await until(lambda: len(processes_with(f"sleep\0{mark}")) == 1, "the daemon runs")
     await session.pod.exec(f"kill {result['stdout'].strip()}")
 
 
