@@ -131,6 +131,7 @@ class Task(Blocking):
     session = blocking_as(Session, AsyncTask.session)
     session_by_id = wrapping(Session, AsyncTask.session_by_id)
     sessions = blocking(AsyncTask.sessions)
+    terminals = blocking(AsyncTask.terminals)
     upload_dir = blocking(AsyncTask.upload_dir)
     download_dir = blocking(AsyncTask.download_dir)
     usage = blocking(AsyncTask.usage)

@@ -215,6 +215,7 @@ class AsyncTask:
         return AsyncSession(self._transport, self._path, session_id)
 
     async def sessions(self) -> list[SessionInfo]:
+        """The sessions of the task's sandbox, dead ones included."""
         answer = await self._transport.call("GET", f"{self._path}/sessions", retry="safe")
         return decode(answer.body, SessionList).sessions
 
@@ -250,6 +251,7 @@ class AsyncTask:
         return AsyncTerminal(self._transport, self._path, terminal_id)
 
     async def terminals(self) -> list[TerminalInfo]:
+        """The terminals of the task's sandbox, and those that ended a short while ago."""
         answer = await self._transport.call("GET", f"{self._path}/terminals", retry="safe")
         return decode(answer.body, TerminalList).terminals
 
