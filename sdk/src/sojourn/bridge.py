@@ -19,6 +19,7 @@ T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 
 _STOP_SEC: Final = 5.0  # for what a cancelled call still has to clean up
+_CLOSE_RETRY_SEC: Final = 0.02
 
 
 class Bridge:
@@ -159,7 +160,19 @@ def iterated(bridge: Bridge, source: AsyncGenerator[R, None]) -> Generator[R, No
             except StopAsyncIteration:
                 return
     finally:
-        bridge.dismiss(source.aclose())
+        bridge.dismiss(_closed(source))
+
+
+async def _closed(source: AsyncGenerator[R, None]) -> None:
+    """Closes the generator once the step is over that Ctrl-C has cancelled: until then it cannot be closed."""
+    for _ in range(int(_STOP_SEC / _CLOSE_RETRY_SEC)):
+        try:
+            await source.aclose()
+            return
+        except RuntimeError as why:
+            if "already running" not in str(why):
+                raise
+        await asyncio.sleep(_CLOSE_RETRY_SEC)
 
 
 async def _next_of(source: AsyncGenerator[R, None]) -> R:
