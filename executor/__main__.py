@@ -1,82 +1,16 @@
-"""`python -I -m executor`: environment -> ExecutorConfig -> run until SIGTERM -> exit code."""
+"""`python -I -m executor`."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-import os
-import signal
+import gc
 import sys
-import time
-
-from executor.config import BadConfig, ExecutorConfig
-from executor.httplog import BrokenRequests
-
-_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class _JsonLines(logging.Formatter):
-    """One event a line, whatever its fields hold: JSON escapes line ends and control characters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {name: value for name, value in vars(record).items() if name not in _PLAIN}
-        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line = {"at": at, "level": record.levelname.lower(), "event": record.getMessage(), **fields}
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
 
 
 def main() -> int:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines())
-    handler.addFilter(BrokenRequests())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    try:
-        config = ExecutorConfig.from_env(os.environ)
-    except BadConfig as why:
-        print(f"sojourn-executor: {why}", file=sys.stderr)  # noqa: T201
-        return 2
-    env = dict(os.environ)
-    if b"\0LC_CTYPE=" not in b"\0" + _first_environment():
-        env.pop("LC_CTYPE", None)  # Python's own (PEP 538): commands get what the image says
-    for name in list(os.environ):  # nothing of it for a core dump, a child or a reader of our environ
-        if name.startswith("SOJOURN_"):
-            del os.environ[name]
-    import uvloop
+    gc.disable()  # until all is imported and open, for nothing of it is garbage: a fifth of the start
+    from executor.start import start
 
-    return uvloop.run(_run(config, env))
-
-
-def _first_environment() -> bytes:
-    """As the executor was started with it, NAME=value and a zero byte each."""
-    try:
-        with open("/proc/self/environ", "rb") as file:
-            return file.read()
-    except OSError:
-        return b"LC_CTYPE=\0"  # cannot be told, so it stays
-
-
-async def _run(config: ExecutorConfig, env: dict[str, str]) -> int:
-    from executor import kernel
-
-    # aiohttp prepares TLS for clients while it is imported, with every certificate of the image: 50 ms
-    os.environ["SSL_CERT_FILE"] = os.devnull
-    from executor.app import serve
-
-    del os.environ["SSL_CERT_FILE"]  # commands have the image's, out of `env`
-    kernel.know_accounts_from_files_only()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    try:
-        return await serve(config, env, stop)
-    except BadConfig as why:
-        print(f"sojourn-executor: {why}", file=sys.stderr)  # noqa: T201
-        return 2
+    return start()
 
 
 if __name__ == "__main__":

@@ -1,40 +1,37 @@
-"""Opens the executor's services in order, mounts the routes behind one guard, closes in reverse."""
+"""The application: every call that there is, its services, one guard before and one error shape behind.
+
+Loaded by `executor.mount` when it is first called for."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from executor import isolation, kernel
+from executor import kernel
 from executor.archives import ArchiveService
-from executor.cgroup import CgroupCounters
-from executor.config import ExecutorConfig
+from executor.core import Core
+from executor.edge import Edge, without_server
 from executor.errors import ExecutorError, InvalidRequest, NoSpace, NotFound, TooLarge
 from executor.files import FileService
-from executor.front import Front
-from executor.guard import OPEN_PATHS, Guard, error_reply
-from executor.isolation import Users
-from executor.lease import Lease
+from executor.guard import OPEN_PATHS, error_reply
+from executor.httplog import Complaints
+from executor.layers import LayerService
 from executor.ports import PortService
-from executor.processes import Processes
-from executor.reaper import Reaper
 from executor.routes.archives import archive_routes
 from executor.routes.commands import EXEC_BODY_BYTES, command_routes
 from executor.routes.exec_socket import exec_socket_routes
 from executor.routes.files import files_routes
+from executor.routes.layers import layer_routes
 from executor.routes.lease import health_routes, lease_routes
+from executor.routes.openapi import openapi_routes
 from executor.routes.ports import port_routes
 from executor.routes.processes import process_routes
-from executor.routes.reply import json_reply
+from executor.routes.reply import ask_later, json_reply
 from executor.routes.search import search_routes
 from executor.routes.sessions import session_routes
 from executor.routes.terminals import terminal_routes
@@ -42,129 +39,138 @@ from executor.routes.usage import usage_routes
 from executor.routes.watch import watch_routes
 from executor.search import SearchService
 from executor.sessions import Sessions
-from executor.spawn import Spawner
 from executor.terminals import Terminals
-from executor.threads import started_pool
 from executor.upload import WriteTerms
 from executor.usage import UsageService
 from executor.watch import WatchService
 from executor.wire import LEASE_HEADER, POD_HEADER
+from executor.writtenlayers import WrittenLayers
 
 log = logging.getLogger("executor")
 
-
-BACKLOG: Final = 4096
-THREADS: Final = 4
-LINE_BYTES: Final = 16_384
+_CONTENT_PATHS = ("/v1/files", "/v1/archive", "/v1/changes", "/v1/layers")
 
 
 class Services:
-    """Everything that lives while the executor does."""
+    """What the calls need beside the core."""
 
-    def __init__(self, config: ExecutorConfig, ended: Callable[[str], None]) -> None:
-        self.config = config
-        self.ended = ended
-        self.users: Users
-        self.processes: Processes
+    def __init__(self, core: Core) -> None:
+        self.core = core
         self.sessions: Sessions
         self.terminals: Terminals
-        self.lease: Lease
-        self.guard: Guard
         self.files: FileService
         self.archives: ArchiveService
+        self.layers: LayerService
+        self.written: WrittenLayers
         self.searches: SearchService
         self.watches: WatchService
         self.ports: PortService
         self.usage: UsageService
 
 
-async def open_services(
-    stack: AsyncExitStack, config: ExecutorConfig, env: dict[str, str], ended: Callable[[str], None]
-) -> Services:
-    """Raises BadConfig, OSError."""
-    services = Services(config, ended)
-    services.users = users = Users(config)
-    nofile = kernel.raise_open_files()
-    workers = started_pool(THREADS, "worker")
-    stack.callback(workers.shutdown, wait=False, cancel_futures=True)
-    asyncio.get_running_loop().set_default_executor(workers)
-    _prepare_workspace(config, users)
-    for lacking in isolation.protect_executor():
-        log.warning("protection_missing", extra={"what": lacking})
-    reaper = Reaper()
-    reaper.start()
-    stack.callback(reaper.close)
-    spawner = Spawner(reaper, users.default, helpers=config.helpers, umask=config.umask, nofile=nofile)
-    stack.push_async_callback(spawner.close)
-    await spawner.start()
-    services.processes = processes = Processes(
-        config, users, spawner, CgroupCounters(), env, changed=lambda: services.lease.worked()
-    )
-    stack.callback(processes.close)
-    services.sessions = Sessions(config, users, processes, changed=lambda: services.lease.worked())
+async def open_services(stack: AsyncExitStack, core: Core) -> Services:
+    """Raises RuntimeError, OSError where threads or memory are short."""
+    services = Services(core)
+    config, users, processes, lease = core.config, core.users, core.processes, core.lease
+    services.sessions = Sessions(config, users, processes, changed=lease.worked)
     stack.callback(services.sessions.close)
-    services.terminals = terminals = Terminals(config, users, processes, traffic=lambda: services.lease.worked())
-    services.lease = Lease(config, lambda: processes.running, ended, terminals=lambda: terminals.living)
-    stack.callback(services.lease.close)
-    services.guard = Guard(config, services.lease)
+    services.terminals = terminals = Terminals(config, users, processes, traffic=lease.worked)
+    lease.count_terminals = lambda: terminals.living
     services.files = FileService(config, users.default, resolve_user=users.get)
     stack.callback(services.files.close)
-    services.archives = ArchiveService(services.files, spawner)
-    services.searches = SearchService(services.files, spawner)
+    services.archives = ArchiveService(services.files, core.spawner)
+    services.layers = LayerService(config, services.files, core.spawner, lambda: lease.bound)
+    stack.callback(services.layers.close)
+    services.written = WrittenLayers(services.files, services.layers)
+    stack.callback(services.written.close)
+    services.searches = SearchService(services.files, core.spawner)
     services.watches = WatchService(services.files)
-    services.ports = PortService(services.lease)
+    services.ports = PortService(lease)
     stack.push_async_callback(services.ports.close)
-    services.usage = UsageService(config, lambda: _gauges(services), lambda: processes.leaders() | terminals.leaders())
+    services.usage = UsageService(config, lambda: _gauges(core), lambda: processes.leaders() | terminals.leaders())
     stack.callback(services.usage.close)
-    stack.push_async_callback(_drain, services)
     return services
 
 
-async def _drain(services: Services) -> None:
-    """Ends everything that runs, all at once, within the time that there is."""
-    seconds = services.config.drain_sec
-    await asyncio.gather(services.processes.drain(seconds), services.terminals.drain(seconds))
-
-
-def _prepare_workspace(config: ExecutorConfig, users: Users) -> None:
-    path = Path(config.workspace)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if os.geteuid() == 0 and path.stat().st_uid != users.default.uid:
-            os.chown(path, users.default.uid, users.default.gid)
-    except OSError as why:  # a command then says so, with 400 invalid_cwd; the rest of the pod is of use
-        log.error("workspace_unusable", extra={"path": config.workspace, "errno": why.errno})
-
-
-def _gauges(services: Services) -> dict[str, float]:
+def _gauges(core: Core) -> dict[str, float]:
     return {
-        "sojourn_commands_running": float(services.processes.running),
-        "sojourn_operations": float(services.lease.operations),
+        "sojourn_commands_running": float(core.processes.running),
+        "sojourn_operations": float(core.lease.operations),
+        "sojourn_connections": float(core.connections.count),
+        "sojourn_connections_refused_total": float(core.connections.refused),
+        "sojourn_connections_expired_total": float(core.connections.expired),
+        "sojourn_tasks": float(len(asyncio.all_tasks())),
     }
+
+
+class Application:
+    """Makes the protocol of every connection that the front hands over."""
+
+    def __init__(self, stack: AsyncExitStack, services: Services, server: web.Server) -> None:
+        self._stack = stack
+        self._services = services
+        self._server = server
+        self._complaints = Complaints()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def sessions(self) -> Sessions:
+        return self._services.sessions
+
+    def handler(self, address: str) -> Edge:
+        """`address` is what the connection was counted under."""
+        return Edge(self._server, self._loop, self._complaints, self._services.core.connections, address)
+
+    async def drain(self, seconds: float) -> None:
+        await self._services.terminals.drain(seconds)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+async def open_application(core: Core) -> Application:
+    """Raises as open_services; nothing is then left open."""
+    async with AsyncExitStack() as stack:
+        services = await open_services(stack, core)
+        stack.push_async_callback(services.terminals.drain, core.config.drain_sec)
+        runner = web.AppRunner(
+            make_app(services), handler_cancellation=True, shutdown_timeout=0.5, handle_signals=False
+        )
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        assert runner.server is not None
+        return Application(stack.pop_all(), services, runner.server)
 
 
 def routes_of(services: Services) -> list[web.RouteDef]:
     """Every call that there is."""
+    core = services.core
     return [
-        *command_routes(services.processes),
-        *exec_socket_routes(services.processes, services.config.heartbeat_sec),
-        *process_routes(services.processes),
+        *command_routes(core.processes),
+        *exec_socket_routes(core.processes, core.config.heartbeat_sec),
+        *process_routes(core.processes),
         *session_routes(services.sessions),
-        *terminal_routes(services.terminals, services.config.heartbeat_sec),
+        *terminal_routes(services.terminals, core.config.heartbeat_sec),
         *files_routes(services.files),
         *archive_routes(services.archives),
+        *layer_routes(services.layers, services.written),
         *search_routes(services.searches),
         *watch_routes(services.watches),
         *usage_routes(services.usage),
         *port_routes(services.ports),
-        *lease_routes(services.lease, services.processes, _writer_of(services.files)),
-        *health_routes(services.processes),
+        *lease_routes(core.lease, core.processes, _writer_of(services.files)),
+        *openapi_routes(),
+        *health_routes(core.processes),
     ]
 
 
 def make_app(services: Services) -> web.Application:
     app = web.Application(middlewares=[_guarded(services)], client_max_size=EXEC_BODY_BYTES)
-    app.router.add_routes(routes_of(services))
+    routes = routes_of(services)
+    for route in routes:
+        route.kwargs["expect_handler"] = ask_later
+    app.router.add_routes(routes)
+    app.on_response_prepare.append(without_server)
     return app
 
 
@@ -180,7 +186,7 @@ def _writer_of(files: FileService) -> Callable[[str, bytes, int | None], Awaitab
 
 def _guarded(services: Services) -> Middleware:
     """The guard before every handler, the one error shape after it."""
-    lease, guard = services.lease, services.guard
+    lease, guard = services.core.lease, services.core.guard
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -195,7 +201,7 @@ def _guarded(services: Services) -> Middleware:
                     headers.get(LEASE_HEADER),
                 )
             # Commands count as work by running; of the other calls only those that carry content do.
-            if not path.startswith(("/v1/files", "/v1/archive")) or path.endswith("/watch"):
+            if not path.startswith(_CONTENT_PATHS) or path.endswith("/watch"):
                 return await handler(request)
             lease.begin()
             try:
@@ -240,56 +246,3 @@ def _error_reply(request: web.Request, error: ExecutorError) -> web.StreamRespon
     if not request.content.is_eof():  # a body that nobody will read must not be taken for the next request
         reply.force_close()
     return reply
-
-
-async def serve(config: ExecutorConfig, env: dict[str, str], stop: asyncio.Event) -> int:
-    """Runs until `stop` or until the lease is over. The process's exit code."""
-    why: list[str] = []
-
-    def ended(reason: str) -> None:
-        why.append(reason)
-        stop.set()
-
-    async with AsyncExitStack() as stack:
-        services = await open_services(stack, config, env, ended)
-        runner = web.AppRunner(
-            make_app(services), access_log=None, handler_cancellation=True, max_line_size=LINE_BYTES,
-            max_field_size=LINE_BYTES, keepalive_timeout=75.0, shutdown_timeout=0.5, handle_signals=False,
-            auto_decompress=False,  # what goes to a port goes as it is; no other body of ours may come compressed
-        )  # fmt: skip
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        assert runner.server is not None
-        front = Front(services.processes, services.guard, runner.server)
-        server, where = await _listen(config, front)
-        stack.callback(front.close)
-        stack.callback(server.close)
-        if config.socket is not None:
-            stack.callback(_remove_stale, config.socket)
-        # Commands are drained while their streams can still be answered, so before the runner is cleaned up.
-        stack.push_async_callback(_drain, services)
-        log.info("executor_ready", extra={"where": where, "tier": services.users.tier, "pid": os.getpid()})
-        await stop.wait()
-        log.info("executor_stopping", extra={"why": why[0] if why else "signal"})
-    return 0
-
-
-async def _listen(config: ExecutorConfig, front: Front) -> tuple[asyncio.Server, str]:
-    loop = asyncio.get_running_loop()
-    if config.socket is None:
-        server = await loop.create_server(front, config.host, config.port, backlog=BACKLOG)
-        return server, f"{config.host}:{server.sockets[0].getsockname()[1]}"
-    _remove_stale(config.socket)
-    before = os.umask(0o177)
-    try:
-        return await loop.create_unix_server(front, config.socket, backlog=BACKLOG), config.socket
-    finally:
-        os.umask(before)
-
-
-def _remove_stale(path: str) -> None:
-    try:
-        if stat.S_ISSOCK(os.lstat(path).st_mode):
-            os.unlink(path)
-    except FileNotFoundError:
-        pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import stat
 import threading
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
@@ -35,6 +36,7 @@ from executor.tarpack import Packer, PackLimit
 from executor.tarread import TarLimits, TarReader, TarRefused
 from executor.untar import Merge, Unpacking, WouldReplace
 from executor.wire import ArchiveUnpacked
+from executor.written import MAX_PATHS
 from executor.zstd import Zstd, running_zstd
 
 Format = Literal["tar", "gzip", "zstd"]
@@ -42,6 +44,8 @@ Format = Literal["tar", "gzip", "zstd"]
 _MAX_AT_ONCE: Final = 16  # each has a stage, descriptors, perhaps a process
 _MERGE_SEC: Final = 120.0
 _MAGIC: Final[tuple[tuple[bytes, Format], ...]] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_HANDLE: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _GZIP_LEVEL: Final = 3  # 6 takes twice the time for a tenth less
 
 
@@ -73,7 +77,13 @@ class ArchiveService:
                 async with aclosing(plain):
                     async for piece in plain:
                         await threads.run(who, arrival.feed, piece)
-                return await threads.run(who, arrival.commit)
+                try:
+                    return await threads.run(who, arrival.commit)
+                finally:
+                    if arrival.is_too_much:
+                        self._files.written.forget()
+                    elif arrival.changed:
+                        self._files.written.replaced(place, arrival.changed)
             finally:
                 await threads.finish(who, arrival.abort)
 
@@ -112,7 +122,10 @@ class ArchiveService:
             async with aclosing(_through(run, counted.pieces())) as plain:
                 async for piece in plain:
                     unpacked += len(piece)
-                    check_ratio(counted.bytes, unpacked)
+                    try:
+                        check_ratio(counted.bytes, unpacked)
+                    except TarRefused as why:
+                        raise _refusal(why) from None
                     yield piece
 
     @contextmanager
@@ -202,6 +215,8 @@ class _Arrival:
         self._stage_name = b".sojourn-" + secrets.token_hex(12).encode() + b".part"
         self._unpacking: Unpacking | None = None
         self._over = False
+        self.changed: list[Parts] = []  # what may be new, or other than it was, with all in it: below the root
+        self.is_too_much = False  # to be told one by one
 
     def begin(self) -> None:
         with self._lock:
@@ -269,6 +284,8 @@ class _Arrival:
     def _put_in_place(self, unpacking: Unpacking) -> None:
         """The stage becomes the target itself."""
         made: list[tuple[int, bytes]] = []
+        above = len(self._place.parts) - len(self._missing)
+        self.changed = [self._place.parts[: above + 1]]
         with ExitStack() as steps:
             parent = self._directory
             try:
@@ -300,6 +317,7 @@ class _Arrival:
         merge = Merge(_MERGE_SEC)
         try:
             merge.check(self._stage, self._directory)
+            self._find_changed(self._stage, self._directory, self._place.parts)
             merge.run(self._stage, self._directory)
         except WouldReplace as why:
             raise Conflict(f"{why}; nothing was unpacked") from None
@@ -310,6 +328,25 @@ class _Arrival:
             raise file_error(error, self._place.path + b"/" + name) from None
         unpacking.set_late_modes(self._directory)
 
+    def _find_changed(self, source: int, target: int, at: Parts) -> None:
+        """What the merge will put into the directory `target` as it is: all but directories that both have."""
+        with ExitStack() as opened:
+            readable = os.open(b".", _DIRECTORY, dir_fd=source)
+            opened.callback(os.close, readable)
+            for entry in opened.enter_context(os.scandir(readable)):
+                name = os.fsencode(entry.name)
+                if entry.is_dir(follow_symlinks=False) and _is_directory(target, name):
+                    with ExitStack() as both:
+                        inner = os.open(name, _HANDLE, dir_fd=source)
+                        both.callback(os.close, inner)
+                        other = os.open(name, _HANDLE, dir_fd=target)
+                        both.callback(os.close, other)
+                        self._find_changed(inner, other, (*at, name))
+                elif len(self.changed) < MAX_PATHS:
+                    self.changed.append((*at, name))
+                else:
+                    self.is_too_much = True
+
     @contextmanager
     def _typed(self) -> Iterator[None]:
         try:
@@ -319,6 +356,13 @@ class _Arrival:
         except OSError as error:
             assert self._unpacking is not None
             raise file_error(error, self._place.path + b"/" + self._unpacking.member) from None
+
+
+def _is_directory(parent: int, name: bytes) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _refusal(why: TarRefused) -> ExecutorError:

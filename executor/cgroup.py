@@ -10,21 +10,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 _MAX_FILE_BYTES: Final = 64 * 1024
 _UNLIMITED: Final = 1 << 60  # v1 writes the greatest multiple of a page under 2**63 for "none"
 _MAX_CORES: Final = 65_536
-_MAX_CHILDREN: Final = 256
+_MAX_BELOW: Final = 512
 _INITIAL_NAMESPACE: Final = "cgroup:[4026531835]"  # a fixed number in the kernel's proc_ns.h
+# Under gVisor what is mounted from outside is of this kind, whatever it is: a cgroup is known by its place.
+_GOFER: Final = "9p"
+_V2_POINTS: Final = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 Version = Literal["cgroup1", "cgroup2"]
 
 
-@dataclass(frozen=True)
-class Cgroup:
+class Cgroup(msgspec.Struct, frozen=True):
     """One controller's directory for the pod, and how far up there are others that limit it too."""
 
     directory: str
@@ -55,16 +58,13 @@ class Cgroup:
         names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
         return next((count for name in names if (count := parse_cpuset(self.text(name))) is not None), None)
 
-    def children(self) -> Iterator[str]:
-        try:
-            with os.scandir(self.directory) as scan:
-                for count, entry in enumerate(scan):
-                    if count >= _MAX_CHILDREN:
-                        return
-                    if entry.is_dir(follow_symlinks=False):
-                        yield entry.path
-        except OSError:
-            return
+    def all_below(self) -> Iterator[str]:
+        """This directory and those in it, however deep, as far as one may look."""
+        places = [self.directory]
+        for count, place in enumerate(places):
+            yield place
+            if count < _MAX_BELOW:
+                places += _subdirectories(place)
 
     def _cores_at(self, directory: str) -> float | None:
         if self.version == "cgroup2":
@@ -81,8 +81,7 @@ class Cgroup:
             yield at
 
 
-@dataclass(frozen=True)
-class PodCgroups:
+class PodCgroups(msgspec.Struct, frozen=True):
     """None where the controller says nothing about this pod alone."""
 
     memory: Cgroup | None
@@ -120,29 +119,60 @@ def find(root: str = "/") -> PodCgroups:
     )
 
 
+class Hierarchy(msgspec.Struct, frozen=True):
+    """A part of a hierarchy that is the pod's alone, as far as a mount can say."""
+
+    directory: str
+    version: Version
+    controllers: tuple[str, ...]
+
+
+def pods_own(root: str = "/") -> list[Hierarchy]:
+    """Version 2, and what of version 1 limits memory or processes; none that is the machine's."""
+    in_own_namespace = _namespace(root) != _INITIAL_NAMESPACE
+    found: list[Hierarchy] = []
+    for mount in _mounts(read_text(root, "proc/self/mountinfo")):
+        if (mount.inner == "/" and not in_own_namespace) or ".." in mount.inner.split("/"):
+            continue
+        directory = os.path.join(root, mount.point.lstrip("/"))
+        if any(directory.startswith(one.directory + "/") for one in found):
+            continue  # a part of it, made writable
+        if mount.controllers is None:
+            offered = (read_text(directory, "cgroup.controllers") or "").split()
+            found.append(Hierarchy(directory, "cgroup2", tuple(offered)))
+        elif "memory" in mount.controllers or "pids" in mount.controllers:
+            found.append(Hierarchy(directory, "cgroup1", mount.controllers))
+    return found
+
+
 class CgroupCounters:
-    """Two counters to compare before and after a command's death. Cheap, and never raise; 0 where nothing is known."""
+    """Two counters that rise as commands run into the pod's limits (`executor.pressure`). Cheap, and never raise;
+    0 where nothing is known."""
 
     def __init__(self, root: str = "/") -> None:
         found = find(root)
         self._memory, self._pids = found.memory, found.pids
 
+    @property
+    def exist(self) -> bool:
+        return self._memory is not None or self._pids is not None
+
     def oom_kills(self) -> int:
         return oom_kills(self._memory) if self._memory is not None else 0
 
     def pids_denied(self) -> int:
-        """Forks refused for the limit on processes, in the pod's directory and those right below it."""
+        """Forks refused for the limit on processes. Version 1 counts them where the process is that wanted to fork;
+        so did version 2, which now counts them where the limit is."""
         if self._pids is None:
             return 0
-        places = [self._pids.directory, *self._pids.children()]
-        return sum(parse_figures(read_text(place, "pids.events")).get("max", 0) for place in places)
+        return sum(parse_figures(read_text(place, "pids.events")).get("max", 0) for place in self._pids.all_below())
 
 
 def oom_kills(memory: Cgroup) -> int:
     if memory.version == "cgroup2":
         return memory.figures("memory.events").get("oom_kill", 0)  # counts what happens below it too
-    places = [memory.directory, *memory.children()]  # v1 counts a kill only where the victim was
-    return sum(parse_figures(read_text(place, "memory.oom_control")).get("oom_kill", 0) for place in places)
+    # v1 counts a kill only where the victim was
+    return sum(parse_figures(read_text(place, "memory.oom_control")).get("oom_kill", 0) for place in memory.all_below())
 
 
 # ── texts ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -206,8 +236,7 @@ def parse_figures(text: str | None) -> dict[str, int]:
 # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Mount:
+class _Mount(msgspec.Struct, frozen=True):
     inner: str  # the directory of the hierarchy that is mounted, "/" being its top as our namespace sees it
     point: str
     controllers: tuple[str, ...] | None  # None: version 2
@@ -218,10 +247,15 @@ def _mounts(mountinfo: str | None) -> list[_Mount]:
     for line in (mountinfo or "").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
-        if len(fields) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+        if len(fields) < 5 or len(kind) < 3:
             continue
-        controllers = None if kind[0] == "cgroup2" else tuple(kind[2].split(","))
-        mounts.append(_Mount(_unescaped(fields[3]), _unescaped(fields[4]), controllers))
+        inner, point = _unescaped(fields[3]), _unescaped(fields[4])
+        if kind[0] == "cgroup2" or (kind[0] == _GOFER and point in _V2_POINTS):
+            mounts.append(_Mount(inner, point, None))
+        elif kind[0] == "cgroup":
+            mounts.append(_Mount(inner, point, tuple(kind[2].split(","))))
+        elif kind[0] == _GOFER and os.path.dirname(point) == _V2_POINTS[0]:
+            mounts.append(_Mount(inner, point, tuple(os.path.basename(point).split(","))))
     return mounts
 
 
@@ -234,6 +268,14 @@ def _own_paths(text: str | None) -> dict[str, str]:
         for controller in controllers.split(","):
             paths[controller] = path
     return paths
+
+
+def _subdirectories(directory: str) -> list[str]:
+    try:
+        with os.scandir(directory) as scan:
+            return [entry.path for entry in scan if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
 
 
 def _candidates(mount: _Mount, own: str, root: str, in_own_namespace: bool) -> Iterator[str]:

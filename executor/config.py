@@ -1,4 +1,4 @@
-"""The executor's settings: read once from the environment, in `__main__`, and handed down."""
+"""The executor's settings: read once from the environment, in `start.py`, and handed down."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ class ExecutorConfig:
     state_dir: str | None = (
         None  # for output on disk; only the executor's user may enter. None: a private temporary one
     )
-    helpers: int = 2  # spawn helpers: two keep two cores busy (docs/performance in benchmarks/)
+    helpers: int = 3  # spawn helpers at most; most pods need one, and a crowd of commands at once all of them
     unclaimed_sec: float | None = None  # an unclaimed pool pod ends itself after this; None: never
     quiet_grace_sec: float = 30.0  # beyond Sandbox-Lease-Sec, so that a late renewal still finds the pod
     heartbeat_sec: float = 15.0  # between two heartbeats on a WebSocket; a client silent for three of them is dropped
     drain_sec: float = 3.0  # from SIGTERM to the exit, within a pod's grace period
     max_running: int = 4096  # commands at once; more are refused with 429
     max_sessions: int = 1024  # shells cost memory until they are deleted; more are refused with 429
+    max_connections: int = 16_384  # in all; more are refused with 429
+    max_connections_of_one: int = 4096  # from one address, so that one caller leaves room for the others
+    reader_sec: float = 300.0  # a caller that takes nothing of its answer for so long is cut off
     pass_env: tuple[str, ...] = ()  # variables of the image that commands get too, beyond PATH, LANG, LC_*, TZ
     umask: int = 0o022  # of commands and written files, whatever the executor was started under
 
@@ -68,6 +71,11 @@ class ExecutorConfig:
             drain_sec=_seconds(env, "SOJOURN_DRAIN_SEC") or cls.drain_sec,
             max_running=_whole(env, "SOJOURN_MAX_RUNNING", cls.max_running, 1, 100_000),
             max_sessions=_whole(env, "SOJOURN_MAX_SESSIONS", cls.max_sessions, 1, 100_000),
+            reader_sec=_seconds(env, "SOJOURN_READER_SEC") or cls.reader_sec,
+            max_connections=_whole(env, "SOJOURN_MAX_CONNECTIONS", cls.max_connections, 1, 1_000_000),
+            max_connections_of_one=_whole(
+                env, "SOJOURN_MAX_CONNECTIONS_OF_ONE", cls.max_connections_of_one, 1, 1_000_000
+            ),
         )
 
 

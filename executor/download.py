@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import stat
 import threading
 from dataclasses import dataclass
+from typing import Final
 
 from executor.errors import NotAFile
 from executor.filetree import entry_of, type_of
 from executor.safepath import Place, file_error, parent_of
 from executor.wire import FileEntry
+
+SEND_BYTES: Final = 8 << 20  # of one step, after which other files have their turn
+FULL_MS: Final = 5  # a thread waits so long for room; a reader that is slower is waited for without one
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class FileFacts:
 
 
 class Download:
-    """begin, then read as often as needed; close at any time and from any thread.
+    """begin, then read or send as often as needed; close at any time and from any thread.
 
     Each holds the lock meanwhile: a close that a cancelled caller sends comes after the step still under way, which
     would else read from whatever got the descriptor's number next."""
@@ -34,6 +39,7 @@ class Download:
         self._place = place
         self._lock = threading.Lock()
         self._fd = -1
+        self._socket = -1
         self._over = False
 
     def begin(self) -> FileFacts:
@@ -70,12 +76,41 @@ class Download:
             except OSError as error:
                 raise file_error(error, self._place.path) from None
 
+    def aim(self, socket: int) -> None:
+        """Takes over the descriptor of a non-blocking socket, which `send` is to write to."""
+        with self._lock:
+            self._socket = socket
+
+    def send(self, offset: int, count: int) -> tuple[int, bool]:
+        """Sends at most `count` bytes from `offset` on; (bytes sent, whether the socket takes no more for now). Neither
+        at the end, after the close, and where the kernel cannot send this file. Raises ConnectionError."""
+        sent = 0
+        with self._lock:
+            while sent < min(count, SEND_BYTES) and not self._over:
+                try:
+                    step = os.sendfile(self._socket, self._fd, offset + sent, min(count, SEND_BYTES) - sent)
+                except BlockingIOError:
+                    room = select.poll()
+                    room.register(self._socket, select.POLLOUT)
+                    if not room.poll(FULL_MS):
+                        return sent, True
+                    continue
+                except ConnectionError:
+                    raise
+                except OSError:
+                    break
+                if not step:
+                    break
+                sent += step
+        return sent, False
+
     def close(self) -> None:
         with self._lock:
             self._over = True
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            for fd in (self._fd, self._socket):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._socket = -1
 
     def _refuse_unless_file(self, status: os.stat_result) -> None:
         if stat.S_ISLNK(status.st_mode):

@@ -4,7 +4,9 @@
     ├── InvalidRequest            400 invalid_request       ├── NotFound               404 not_found
     │   ├── InvalidPath           400 invalid_path          ├── FileMissing            404 file_not_found
     │   ├── InvalidCwd            400 invalid_cwd           ├── Conflict               409 conflict
-    │   └── NotUtf8               400 not_utf8              ├── WrongPod               409 wrong_pod
+    │   ├── NotUtf8               400 not_utf8              ├── WrongPod               409 wrong_pod
+    │   ├── LateRequest           408 invalid_request       │
+    │   └── LongHead              431 invalid_request       │
     ├── Unauthenticated           401 unauthenticated       ├── NotAFile               409 not_a_file
     ├── UserNotAllowed            403 user_not_allowed      ├── NotADirectory          409 not_a_directory
     ├── PermissionDenied          403 permission_denied     ├── PreconditionFailed     412 precondition_failed
@@ -57,6 +59,18 @@ class NotUtf8(InvalidRequest):
     """The content was asked for as text and is not UTF-8; the binary form has it."""
 
     code = "not_utf8"
+
+
+class LateRequest(InvalidRequest):
+    """The request came too slowly, or stopped before its end. Nothing was done."""
+
+    status = 408
+
+
+class LongHead(InvalidRequest):
+    """The request line or the headers are over a limit. Nothing was done."""
+
+    status = 431
 
 
 class Unauthenticated(ExecutorError):

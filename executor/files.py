@@ -6,16 +6,17 @@ disk nor a FIFO holds the event loop, and no mistake here gives a caller more th
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from executor.config import ExecutorConfig
 from executor.download import Download, FileFacts
-from executor.errors import Conflict, FileMissing, InvalidPath, InvalidRequest, NotUtf8, TooLarge
+from executor.errors import Conflict, ExecutorError, FileMissing, InvalidPath, InvalidRequest, NotUtf8, TooLarge
 from executor.filemodes import change_mode
 from executor.filethreads import FileThreads
 from executor.filetree import entry_in, entry_of, list_tree, remove
@@ -23,8 +24,11 @@ from executor.isolation import CommandUser
 from executor.safepath import Place, Roots, directory_at, enter_or_make, file_error, parent_of, rename
 from executor.upload import Upload, WriteTerms, check_match
 from executor.wire import ChmodRequest, ChmodResult, FileEntry, FileList, MkdirRequest, MoveRequest
+from executor.written import Written
 
 READ_BYTES: Final = 256 * 1024  # one step of a download
+WRITE_BYTES: Final = 1 << 18  # one step of an upload; larger ones leave the cache before they are written
+WRITE_PIECES: Final = 256  # or so many of its pieces, however small
 STALL_SEC: Final = 60.0  # a peer that neither sends nor takes a byte for so long is given up
 DEFAULT_MAX_FILE_BYTES: Final = 8 << 30
 
@@ -43,6 +47,7 @@ class FileService:
     ) -> None:
         self.roots = Roots((config.workspace, *other_roots))
         self.umask = config.umask
+        self.written = Written(self.roots.place(config.workspace))
         self.threads = FileThreads(user, resolve_user)
         self._max_file_bytes = max_file_bytes
         self._commits = threading.Lock()
@@ -76,6 +81,9 @@ class FileService:
     async def read(self, download: Download, offset: int, count: int) -> bytes:
         return await self.threads.run(self.threads.user, download.read, offset, count)
 
+    async def send(self, download: Download, offset: int, count: int) -> tuple[int, bool]:
+        return await self.threads.run(self.threads.user, download.send, offset, count)
+
     # ── changing ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def write(
@@ -94,13 +102,19 @@ class FileService:
         upload = Upload(place, terms, self.threads.identity, self.umask, self._commits)
         try:
             await self.threads.run(who, upload.begin)
-            written = 0
+            written = unwritten = 0
+            kept: list[bytes] = []  # each way to a thread and back costs as much as writing 100 KiB
             async for piece in pieces:
                 written += len(piece)
+                unwritten += len(piece)
                 if written > self._max_file_bytes:
                     raise self._too_large()
-                await self.threads.run(who, upload.write, piece)
-            return await self.threads.run(who, upload.commit)
+                kept.append(piece)
+                if unwritten >= WRITE_BYTES or len(kept) == WRITE_PIECES:
+                    await self.threads.run(who, upload.write, kept)
+                    kept, unwritten = [], 0
+            with self._told(lambda: self.written.changed(place)):
+                return await self.threads.run(who, upload.write_and_commit, kept)
         except BaseException:
             await self.threads.finish(who, upload.abort)
             raise
@@ -108,30 +122,49 @@ class FileService:
     async def delete(self, path: str, recursive: bool, if_match: str | None = None, user: str | None = None) -> None:
         """A link itself, a directory with its content only if `recursive`. Raises FileMissing, Conflict."""
         place = self._movable(path, "path")
-        await self.threads.run(self.threads.named(user), _delete, place, recursive, if_match, self._commits)
+        who = self.threads.named(user)
+        with self._told(lambda: self.written.replaced(place), in_part=recursive):
+            await self.threads.run(who, _delete, place, recursive, if_match, self._commits)
 
     async def mkdir(self, request: MkdirRequest, user: str | None = None) -> tuple[FileEntry, bool]:
         """The directory, and whether it is new. With `parents`, one that exists is fine; else Conflict."""
         place = self.roots.place(request.path)
         if not 0 <= request.mode <= 0o777:
             raise InvalidRequest("body: mode must be from 0 to 511 (octal 777)", field="mode")
-        return await self.threads.run(
-            self.threads.named(user), _mkdir, place, request.parents, request.mode, 0o777 & ~self.umask
-        )
+        who = self.threads.named(user)
+        with self._told(lambda: self.written.changed(place), in_part=True):
+            return await self.threads.run(who, _mkdir, place, request.parents, request.mode, 0o777 & ~self.umask)
 
     async def move(self, request: MoveRequest, user: str | None = None) -> FileEntry:
         """What is at the target then. Raises Conflict where something is there and `overwrite` is not given."""
         source, target = self._movable(request.source, "source"), self._movable(request.target, "target")
         if target.is_below(source):
             raise InvalidPath(f"target: {target.shown} is inside the source", field="target")
-        return await self.threads.run(self.threads.named(user), _move, source, target, request.overwrite)
+        who = self.threads.named(user)
+        with self._told(lambda: self.written.moved(source, target)):
+            return await self.threads.run(who, _move, source, target, request.overwrite)
 
     async def chmod(self, request: ChmodRequest, user: str | None = None) -> ChmodResult:
         """Of a file or directory, with `recursive` of all below it too. Raises FileMissing, InvalidPath for a link."""
         place = self.roots.place(request.path)
         if not 0 <= request.mode <= 0o777:
             raise InvalidRequest("body: mode must be from 0 to 511 (octal 777)", field="mode")
-        return await self.threads.run(self.threads.named(user), change_mode, place, request.mode, request.recursive)
+        who = self.threads.named(user)
+        tell = self.written.replaced if request.recursive else self.written.changed
+        with self._told(lambda: tell(place), in_part=request.recursive):
+            return await self.threads.run(who, change_mode, place, request.mode, request.recursive)
+
+    @contextmanager
+    def _told(self, tell: Callable[[], object], *, in_part: bool = False) -> Iterator[None]:
+        """Tells of a change when it is there, also where the caller is cancelled: its thread goes on. `in_part`: one
+        that is refused may have changed something."""
+        try:
+            yield
+        except BaseException as why:
+            if in_part or not isinstance(why, ExecutorError):
+                tell()
+            raise
+        tell()
 
     def _movable(self, path: str, field: str) -> Place:
         place = self.roots.place(path, field)
@@ -229,6 +262,21 @@ class OpenFile:
             yield piece
             start += len(piece)
 
+    async def send(self, socket: int, start: int, end: int) -> int:
+        """Sends the bytes from `start` to `end` without a copy of ours, and returns how far it came: less where the
+        file has been cut meanwhile, or cannot be sent so. Takes over `socket`, a descriptor of a non-blocking socket
+        that nobody else writes to. Raises ConnectionError; TimeoutError where the peer takes nothing any more."""
+        self._download.aim(socket)
+        while start < end:
+            sent, is_full = await self._service.send(self._download, start, end - start)
+            start += sent
+            if is_full:
+                async with asyncio.timeout(STALL_SEC):
+                    await _room(socket)
+            elif not sent:
+                break
+        return start
+
     async def check_utf8(self, start: int, end: int) -> None:
         """Raises NotUtf8 where the bytes from `start` to `end` are no UTF-8 text of their own."""
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -239,3 +287,18 @@ class OpenFile:
         except UnicodeDecodeError:
             path = self.facts.entry.path
             raise NotUtf8(f"{path} is not UTF-8 text; get it in binary form, without text=true") from None
+
+
+async def _room(socket: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_writer(socket, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_writer(socket)

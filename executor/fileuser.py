@@ -44,7 +44,7 @@ class FileUser:
             return
         self._thread.user = None
         self._switch(0, 0, self._own_groups)  # only root may take on a third one
-        if user.uid != 0:
+        if (user.uid, user.gid) != (0, 0):
             self._switch(user.uid, user.gid, user.groups)
             if os.geteuid() != user.uid or os.getegid() != user.gid:
                 raise ExecutorError(f"file calls could not take on the user {user.name}")

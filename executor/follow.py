@@ -6,7 +6,7 @@ import asyncio
 import codecs
 from typing import Final, Literal
 
-from executor.output import Piece
+from executor.output import PIECE_BYTES, Piece
 from executor.process import Command
 from executor.wire import HEARTBEAT_SEC, StreamName
 
@@ -16,15 +16,25 @@ STREAMS: Final[tuple[StreamName, StreamName]] = ("stdout", "stderr")
 class Follower:
     """Reads both streams of a command, or `only` one (0 stdout, 1 stderr), from given offsets on.
 
-    As `caller` it is the command's own stream: the command waits while it is behind."""
+    As `caller` it is the command's own stream: the command waits while it is behind. No piece is over `piece_bytes`;
+    where that is as much as is read from a pipe at once, none is copied."""
 
     def __init__(
-        self, command: Command, stdout: int = 0, stderr: int = 0, *, only: int | None = None, caller: bool = False
+        self,
+        command: Command,
+        stdout: int = 0,
+        stderr: int = 0,
+        *,
+        only: int | None = None,
+        caller: bool = False,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.command = command
         self.offsets = [stdout, stderr]
+        self._piece_bytes = piece_bytes
         self._streams = (0, 1) if only is None else (only,)
         self.missed = False  # a gap was met
+        self._ran = False  # the last call returned without waiting
         if caller and command.outcome is None:
             command.caller = self
 
@@ -34,10 +44,14 @@ class Follower:
         """(0 for stdout or 1 for stderr, piece) of what there is now; "quiet" after `quiet_sec` without any; "end"
         once the command has ended and all of its output was returned."""
         command = self.command
+        if self._ran:  # a fast reader far behind would else have the loop to itself until it has caught up
+            await asyncio.sleep(0)
+        self._ran = True
         while True:
             pieces = await self.now(limit_bytes)
             if pieces:
                 return pieces
+            self._ran = False
             if command.outcome is not None or command.error is not None:
                 return "end"
             future = command.watch()
@@ -48,6 +62,9 @@ class Follower:
                 return "quiet"
             finally:
                 future.cancel()
+
+    def output_came(self) -> None:
+        """It looks by itself, when its task has its turn."""
 
     async def now(self, limit_bytes: int = 262_144) -> list[tuple[int, Piece]]:
         """What there is now, without waiting for more: perhaps nothing."""
@@ -64,7 +81,7 @@ class Follower:
             log = self.command.logs[stream]
             size = 0
             while size < limit_bytes:
-                piece = log.read(self.offsets[stream])
+                piece = log.read(self.offsets[stream], self._piece_bytes)
                 if piece is None or (not piece.data and not piece.gap):
                     break
                 taken.append((stream, piece))

@@ -6,21 +6,21 @@ import zlib
 from collections.abc import Iterator
 from typing import Final
 
-from executor.errors import InvalidRequest, TooLarge
-from executor.wire import MiB
+from executor.tarread import TarRefused
 
 STEP_BYTES: Final = 256 * 1024  # the most that one step unpacks
-FREE_BYTES: Final = 10 * MiB  # of output, before the ratio counts
+FREE_BYTES: Final = 10 << 20  # of output, before the ratio counts
 MAX_RATIO: Final = 100  # tar files of source code have 4, of logs 20
 _FREE_MEMBERS: Final = 1000
 _MIN_MEMBER_BYTES: Final = 1024  # on average, beyond the free ones: bgzip and pigz make members of 64 KiB and more
 
 
 def check_ratio(packed: int, unpacked: int) -> None:
-    """Raises TooLarge for what grows as only a bomb does."""
+    """Raises TarRefused for what grows as only a bomb does."""
     if unpacked > FREE_BYTES and unpacked > packed * MAX_RATIO:
-        raise TooLarge(
+        raise TarRefused(
             f"the archive unpacks to more than {MAX_RATIO} times its size; send it as plain tar if that is meant",
+            fault="limit",
             limit=MAX_RATIO,
         )
 
@@ -37,7 +37,7 @@ class Gunzip:
         self.unpacked = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """At most STEP_BYTES at a time. Raises InvalidRequest, TooLarge."""
+        """At most STEP_BYTES at a time. Raises TarRefused."""
         self.packed += len(data)
         while data:
             if self._is_between and not self._next_member(data):
@@ -45,7 +45,7 @@ class Gunzip:
             try:
                 piece = self._inner.decompress(data, STEP_BYTES)
             except zlib.error as why:
-                raise InvalidRequest(f"body: no gzip, or a damaged one: {why}") from None
+                raise TarRefused(f"no gzip, or a damaged one: {why}") from None
             self.unpacked += len(piece)
             check_ratio(self.packed, self.unpacked)
             if piece:
@@ -56,17 +56,20 @@ class Gunzip:
 
     def finish(self) -> None:
         if not self._is_between:
-            raise InvalidRequest("body: the gzip stream is cut off")
+            raise TarRefused("the gzip stream is cut off")
 
     def _next_member(self, data: bytes) -> bool:
         if self._tail or data[0] == 0:
             if data.strip(b"\0"):
-                raise InvalidRequest("body: there is data after the gzip stream's end")
+                raise TarRefused("there is data after the gzip stream's end")
             self._tail = True
             return False
         self._members += 1
         if self._members > _FREE_MEMBERS and self.unpacked < self._members * _MIN_MEMBER_BYTES:
-            raise TooLarge(f"the gzip stream is cut into {self._members} members with next to nothing in them",
-                           limit=_FREE_MEMBERS)  # fmt: skip
+            raise TarRefused(
+                f"the gzip stream is cut into {self._members} members with next to nothing in them",
+                fault="limit",
+                limit=_FREE_MEMBERS,
+            )
         self._inner, self._is_between = zlib.decompressobj(wbits=31), False
         return True

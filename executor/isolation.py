@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pwd
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from executor import kernel
 from executor.config import BadConfig, ExecutorConfig
@@ -14,8 +15,7 @@ from executor.errors import UserNotAllowed
 DEFAULT_COMMAND_USER: Final = "sandbox"
 
 
-@dataclass(frozen=True)
-class CommandUser:
+class CommandUser(msgspec.Struct, frozen=True):
     name: str
     uid: int
     gid: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import os
 from collections.abc import Callable
 
 from executor.config import ExecutorConfig
@@ -25,14 +25,14 @@ class Lease:
         config: ExecutorConfig,
         running: Callable[[], int],
         end: Callable[[str], None],
-        terminals: Callable[[], int] = lambda: 0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = running
-        self._terminals = terminals
+        self.count_terminals: Callable[[], int] = lambda: 0
+        self.on_claim: Callable[[], None] = lambda: None  # a manager names its terms, or others than before
         self._end = end
         self._grace_sec = config.quiet_grace_sec
-        self.boot_id = secrets.token_hex(16)
+        self.boot_id = os.urandom(16).hex()
         self.bound: BindRequest | None = None
         self.operations = 0
         self._quiet_sec: float | None = None
@@ -58,6 +58,7 @@ class Lease:
         if value != self._quiet_sec:
             self._quiet_sec = value
             self._arm()
+            self.on_claim()
 
     def begin(self) -> None:
         self.operations += 1
@@ -116,7 +117,7 @@ class Lease:
             boot_id=self.boot_id,
             operations=self.operations,
             running=self._running(),
-            terminals=self._terminals(),
+            terminals=self.count_terminals(),
             quiet_for_sec=round(quiet_for, 3),
             quiet_left_sec=None if quiet_left is None else round(quiet_left, 3),
             hard_left_sec=None if self._hard_end is None else round(max(0.0, self._hard_end - now), 3),

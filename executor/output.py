@@ -2,12 +2,13 @@
 
 An OutputLog keeps the first `head_bytes` and the last `tail_bytes` of what was appended. Every reader reads at its own
 pace from any offset; what is no longer kept is reported as a gap, never skipped in silence. With a Spill, what leaves
-the tail goes to a ring on disk instead of being dropped.
+the tail goes to a ring on disk instead of being dropped; where memory is short, the head goes there too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections import deque
 from collections.abc import Callable
@@ -16,14 +17,17 @@ from typing import Final
 
 import msgspec
 
+from executor.budget import DiskBudget, MemoryBudget
+
 MiB: Final = 1 << 20
 STREAM_TAIL_BYTES: Final = 8 * MiB
 SPILL_BYTES: Final = 64 * MiB
 SPILL_QUEUE_BYTES: Final = 8 * MiB  # beyond it the pipe is not read until the disk has caught up
+SHORT_QUEUE_BYTES: Final = MiB // 16  # the same where memory for output is short
 JOIN_BELOW: Final = 16_384  # pieces under this are joined, so that a byte at a time does not cost an object each
 PIECE_BYTES: Final = 65_536
 
-_NOTHING: Final[deque[tuple[int, bytes | bytearray]]] = deque(maxlen=0)
+_NOTHING: Final[deque[tuple[int, bytes | bytearray | memoryview]]] = deque(maxlen=0)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -37,13 +41,18 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class OutputLog:
     """Not thread-safe: the event loop's."""
 
-    __slots__ = ("_head", "_head_bytes", "_tail", "_tail_bytes", "_tail_size", "end", "spill", "tail_start")
+    __slots__ = (
+        "_asked_bytes", "_head", "_head_bytes", "_latest", "_tail", "_tail_bytes", "_tail_size", "end", "spill",
+        "tail_start",
+    )  # fmt: skip
 
     def __init__(self, head_bytes: int, tail_bytes: int) -> None:
-        self._head = bytearray()
+        self._head: bytes | bytearray = b""
         self._head_bytes = head_bytes
-        self._tail: deque[tuple[int, bytes | bytearray]] = deque()  # (offset, piece)
+        self._tail = _NOTHING  # (offset, piece); both are made when something comes
+        self._latest = b""  # as it was appended, for readers that keep up
         self._tail_bytes = tail_bytes
+        self._asked_bytes = 0  # of the tail, in memory and on disk together; 0 for all that there is
         self._tail_size = 0
         self.tail_start = 0  # offset of the first byte that is in memory behind the head
         self.end = 0  # bytes appended in total
@@ -51,23 +60,32 @@ class OutputLog:
 
     @property
     def memory_bytes(self) -> int:
-        return len(self._head) + self._tail_size
+        """What is on its way to the disk included."""
+        return len(self._head) + self._tail_size + (self.spill.queued if self.spill is not None else 0)
 
     @property
     def dropped(self) -> int:
         """Bytes that no reader can get any more."""
         kept_from = self.tail_start if self.spill is None else min(self.spill.first, self.tail_start)
-        return max(0, kept_from - len(self._head))
+        return max(0, kept_from - self.head_end)
+
+    @property
+    def head_end(self) -> int:
+        """Offset of the byte behind what is kept of the head."""
+        return len(self._head) if self.spill is None else max(len(self._head), self.spill.head_end)
 
     def append(self, data: bytes) -> None:
         room = self._head_bytes - len(self._head)
         if room > 0 and self.end == len(self._head):
+            if not self._head:
+                self._head = bytearray()
             self._head += data[:room]
             self.end += min(room, len(data))
             self.tail_start = self.end
             data = data[room:]
             if not data:
                 return
+        self._latest = data
         if self._tail and len(data) < JOIN_BELOW:
             last = self._tail[-1][1]
             if isinstance(last, bytearray) and len(last) + len(data) <= PIECE_BYTES:
@@ -76,6 +94,8 @@ class OutputLog:
                 self._tail_size += len(data)
                 self._evict()
                 return
+        if self._tail is _NOTHING:
+            self._tail = deque()
         self._tail.append((self.end, data if len(data) >= JOIN_BELOW else bytearray(data)))
         self.end += len(data)
         self._tail_size += len(data)
@@ -92,8 +112,8 @@ class OutputLog:
             elif len(piece) <= over or (len(piece) <= JOIN_BELOW and len(self._tail) > 1):
                 self._tail.popleft()
                 gone = len(piece)
-            else:  # a large piece is cut, so that as much as was promised is kept
-                self._tail[0] = (start + over, piece[over:])
+            else:  # a large piece is cut, so that as much as was promised is kept; copying it each time would cost more
+                self._tail[0] = (start + over, memoryview(piece)[over:])
                 gone = over
             self._tail_size -= gone
             self.tail_start = start + gone
@@ -104,16 +124,18 @@ class OutputLog:
         Where the next bytes are on disk, the Piece has no data, no gap and the asked offset: await `read_spill`."""
         if offset >= self.end:
             return None
+        latest = self._latest
+        if offset == self.end - len(latest) and len(latest) <= limit and offset >= self.tail_start:
+            return Piece(offset, latest)
         head = len(self._head)
         if offset < head:
             return Piece(offset, bytes(self._head[offset : min(offset + limit, head)]))
         gap = 0
         if offset < self.tail_start:
-            if self.spill is not None and self.spill.first < self.tail_start:
-                first = max(offset, self.spill.first)
-                if first > offset:
+            if self.spill is not None:
+                first = self.spill.kept_from(offset)
+                if first < self.tail_start:
                     return Piece(first, b"", first - offset)
-                return Piece(offset, b"")
             gap = self.tail_start - offset
             offset = self.tail_start
         for start, piece in reversed(self._tail):
@@ -125,15 +147,30 @@ class OutputLog:
 
     async def read_spill(self, offset: int, limit: int = PIECE_BYTES) -> Piece | None:
         """Like `read`, for an offset that is on disk."""
-        if self.spill is not None and self.spill.first <= offset < self.tail_start:
+        if self.spill is not None and offset < self.tail_start and self.spill.kept_from(offset) == offset:
             piece = await self.spill.get(offset, limit)
             if piece is not None:
                 return piece
         return self.read(offset, limit)
 
+    @property
+    def room_bytes(self) -> tuple[int, int]:
+        """(of the head, of the tail): what a Spill needs that is to take over all of it."""
+        head_bytes = self._head_bytes if self.end == len(self._head) else len(self._head)
+        return head_bytes, self._tail_bytes
+
+    def move_to_disk(self, spill: Spill) -> None:
+        """From now on memory has the latest output alone. `spill` is new and has `room_bytes`."""
+        self.spill = spill
+        if self._head:
+            spill.put(0, self._head)
+        spill.first = max(spill.first, self.tail_start)
+        self._asked_bytes = self._tail_bytes
+        self._head, self._head_bytes = b"", 0
+
     def collect(self) -> tuple[bytes, bytes, int]:
         """(head, tail, bytes dropped between them) of what is in memory; nothing dropped: all in head."""
-        tail = b"".join(piece for _start, piece in self._tail)
+        tail = b"".join([piece for _start, piece in self._tail])
         between = self.tail_start - len(self._head)
         return (bytes(self._head) + tail, b"", 0) if between <= 0 else (bytes(self._head), tail, between)
 
@@ -147,24 +184,41 @@ class OutputLog:
             start, piece = self._tail.popleft()
             cut = min(len(piece), self._tail_size - keep_bytes)
             if cut < len(piece):
-                self._tail.appendleft((start + cut, piece[cut:]))
+                self._tail.appendleft((start + cut, bytes(memoryview(piece)[cut:])))
             self._tail_size -= cut
             self.tail_start = start + cut
         if len(self._head) > keep_bytes:
-            del self._head[keep_bytes:]
+            self._head = self._head[:keep_bytes]
             self._head_bytes = keep_bytes
+
+    def make_room(self, keep_bytes: int) -> None:
+        """Keeps at least so much of the tail from now on."""
+        self._tail_bytes = max(self._tail_bytes, keep_bytes)
 
     def seal(self) -> None:
         """Nothing comes any more, and what holds nothing need not be held as long as the log is kept."""
+        self._latest = b""
         if not self._tail:
             self._tail = _NOTHING
+        if self.spill is not None and self._asked_bytes:
+            self.spill.first = max(self.spill.first, min(self.end - self._asked_bytes, self.tail_start))
         if self.spill is not None and self.spill.empty:
             self.spill.close()
             self.spill = None
 
+    def leave_disk(self) -> int:
+        """What is there is a gap from now on. Returns how many bytes of the budget that gave back."""
+        if self.spill is None:
+            return 0
+        freed = self.spill.budget_bytes
+        self.spill.close()
+        self.spill = None
+        return freed
+
     def close(self) -> None:
-        self._head = bytearray()
+        self._head = b""
         self._tail = _NOTHING
+        self._latest = b""
         self._tail_size = 0
         self.tail_start = self.end  # for whoever still reads, all of it is a gap
         if self.spill is not None:
@@ -173,19 +227,30 @@ class OutputLog:
 
 
 class Spill:
-    """A ring of `limit` bytes in an unlinked file, written by a worker thread and addressed by the log's offsets.
+    """The log's first `head_bytes` and a ring of the latest, together `limit` bytes in an unlinked file, written by a
+    worker thread and addressed by the log's offsets.
 
-    A failing disk drops what is in it: readers then see a gap."""
+    A disk that fails or is full, or a budget that is used up, drops what is in it: readers then see a gap. The ring
+    then starts anew, with as much of the budget as it had."""
 
-    def __init__(self, directory: str, start: int, workers: Executor, limit: int = SPILL_BYTES) -> None:
+    def __init__(
+        self, directory: str, start: int, workers: Executor, limit: int = SPILL_BYTES, head_bytes: int = 0,
+        disk: DiskBudget | None = None, memory: MemoryBudget | None = None,
+    ) -> None:  # fmt: skip
+        self._disk = disk if disk is not None else DiskBudget()
+        self._memory = memory if memory is not None else MemoryBudget()
+        self.budget_bytes = 0  # of the disk's
         self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         self._workers = workers
         self._limit = limit
-        self._queue: deque[tuple[int, bytes]] = deque()
-        self._queued = 0
+        self._head_bytes = head_bytes
+        self._ring_bytes = limit - head_bytes
+        self.head_end = 0  # offset of the byte behind the head, as far as it is here
+        self._queue: deque[tuple[int, bytes | bytearray]] = deque()
+        self.queued = 0  # bytes
         self._writing = False
         self._closed = False
-        self.first = start  # offset of the oldest byte that can be read here
+        self.first = max(start, head_bytes)  # offset of the oldest byte behind the head that can be read here
         self._written = start  # and of the byte after the newest on disk
         self.on_room: Callable[[], None] | None = None
 
@@ -196,49 +261,90 @@ class Spill:
     @property
     def full(self) -> bool:
         """The disk is behind: read no more of the pipe until `on_room`."""
-        return self._queued > SPILL_QUEUE_BYTES
+        return self.queued > (SHORT_QUEUE_BYTES if self._memory.is_short else SPILL_QUEUE_BYTES)
 
     @property
     def disk_bytes(self) -> int:
-        return self._written - self.first
+        return max(0, self._written - self.first) + self.head_end
 
     @property
     def empty(self) -> bool:
         return not self._queue and not self.disk_bytes
 
-    def put(self, offset: int, data: bytes) -> None:
+    def kept_from(self, offset: int) -> int:
+        """The first offset, this or a later one, whose byte is here; or one that is in memory."""
+        return offset if offset < self.head_end else max(offset, self.first)
+
+    def put(self, offset: int, data: bytes | bytearray) -> None:
+        """`data` is what follows what was put last, or follows a gap, and is given away."""
         self._queue.append((offset, data))
-        self._queued += len(data)
+        self.queued += len(data)
+        if offset == self.head_end:
+            self.head_end = min(offset + len(data), self._head_bytes)
         if not self._writing:
             self._write_next()
 
     def _write_next(self) -> None:
         batch = list(self._queue)
-        end = batch[-1][0] + len(batch[-1][1])
+        start, end = batch[0][0], batch[-1][0] + len(batch[-1][1])
+        anew = not self._may_grow(end - start)
+        if anew:
+            self.head_end = 0
+            self.first = start
         # what the ring is about to overwrite must be out of readers' sight first
-        self.first = max(self.first, min(end - self._limit, batch[0][0]))
+        self.first = max(self.first, min(end - self._ring_bytes, start))
         self._writing = True
-        future = asyncio.get_running_loop().run_in_executor(self._workers, self._write, batch)
+        future = asyncio.get_running_loop().run_in_executor(self._workers, self._write, batch, anew)
         future.add_done_callback(lambda done: self._wrote(done, batch, end))
 
-    def _write(self, batch: list[tuple[int, bytes]]) -> None:
-        for offset, data in batch:
-            view = memoryview(data)
-            while view:
-                at = offset % self._limit
-                count = os.pwrite(self._fd, view[: self._limit - at], at)
-                view = view[count:]
-                offset += count
+    def _may_grow(self, size: int) -> bool:
+        """Whether the budget has room for so much more in the file; else what is in there has to go."""
+        more = min(size, self._limit - self.budget_bytes)
+        if more <= 0 or self._disk.take(more):
+            self.budget_bytes += max(0, more)
+            return True
+        self._disk.give(self.budget_bytes)
+        self.budget_bytes = min(size, self._limit)
+        if not self._disk.take(self.budget_bytes):
+            self.budget_bytes = 0
+        return False
 
-    def _wrote(self, done: asyncio.Future[None], batch: list[tuple[int, bytes]], end: int) -> None:
+    def _place(self, offset: int) -> tuple[int, int]:
+        """(where in the file that byte is, how many of those after it follow it there)."""
+        if offset < self._head_bytes:
+            return offset, self._head_bytes - offset
+        at = (offset - self._head_bytes) % self._ring_bytes
+        return self._head_bytes + at, self._ring_bytes - at
+
+    def _write(self, batch: list[tuple[int, bytes | bytearray]], anew: bool) -> None:
+        """Raises OSError, and then there is nothing in the file."""
+        if anew:
+            os.ftruncate(self._fd, 0)
+            if not self.budget_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            for offset, data in batch:
+                view = memoryview(data)
+                while view:
+                    at, room = self._place(offset)
+                    count = os.pwrite(self._fd, view[:room], at)
+                    view = view[count:]
+                    offset += count
+        except OSError:
+            os.ftruncate(self._fd, 0)
+            raise
+
+    def _wrote(self, done: asyncio.Future[None], batch: list[tuple[int, bytes | bytearray]], end: int) -> None:
         self._writing = False
         if done.cancelled() or done.exception() is not None:
-            self.first = end
+            self.head_end = 0
+            self.first = max(self.first, end)
+            self._give_back()
         for _ in batch:
-            self._queued -= len(self._queue.popleft()[1])
+            self.queued -= len(self._queue.popleft()[1])
         self._written = end
         if self._closed:
-            os.close(self._fd)
+            self._end()
             return
         if self._queue:
             self._write_next()
@@ -247,25 +353,38 @@ class Spill:
 
     async def get(self, offset: int, limit: int) -> Piece | None:
         """At most `limit` bytes from `offset`; None where they are not here any more."""
+        if self.kept_from(offset) != offset:
+            return None
+        if offset < self.head_end < self.first:  # what was put as one piece can reach over the gap
+            limit = min(limit, self.head_end - offset)
         for start, data in self._queue:
             if start <= offset < start + len(data):
-                return Piece(offset, data[offset - start : offset - start + limit])
-        if not self.first <= offset < self._written or self._closed:
+                return Piece(offset, bytes(memoryview(data)[offset - start : offset - start + limit]))
+        if self._closed or offset >= self._written:
             return None
-        at = offset % self._limit
-        count = min(limit, self._written - offset, self._limit - at)
+        at, room = self._place(offset)
+        count = min(limit, self._written - offset, room)
         fd = os.dup(self._fd)  # a close meanwhile must not let the number mean another file
         try:
             data = await asyncio.get_running_loop().run_in_executor(self._workers, os.pread, fd, count, at)
         except OSError:
+            self.head_end = min(self.head_end, offset)
             self.first = max(self.first, offset + count)
             return None
         finally:
             os.close(fd)
-        return Piece(offset, data) if data and offset >= self.first else None
+        return Piece(offset, data) if data and self.kept_from(offset) == offset else None
+
+    def _give_back(self) -> None:
+        self._disk.give(self.budget_bytes)
+        self.budget_bytes = 0
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             if not self._writing:
-                os.close(self._fd)
+                self._end()
+
+    def _end(self) -> None:
+        self._give_back()
+        os.close(self._fd)

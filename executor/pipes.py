@@ -6,10 +6,10 @@ import asyncio
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from executor.output import OutputLog
+from executor.readers import Readers
 
 READ_BYTES: Final = 262_144
 PIPE_BYTES: Final = 65_536  # a new pipe's capacity (pipe(7))
@@ -21,30 +21,24 @@ STDIN_QUEUE_BYTES: Final = 1 << 20
 class Pump:
     """Reads one output pipe into a log. Not registered with the loop until `arm`, which short commands never need."""
 
-    __slots__ = ("_armed", "_big", "_fd", "_loop", "_on_data", "_on_eof", "discarding", "held", "log")
+    __slots__ = ("_armed", "_big", "_fd", "_owner", "_readers", "discarding", "eof", "held", "log", "sips")
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, fd: int, log: OutputLog, on_data: Callable[[Pump], None],
-        on_eof: Callable[[Pump], None],
-    ) -> None:  # fmt: skip
-        self._loop = loop
+    def __init__(self, readers: Readers, fd: int, log: OutputLog, owner: PumpOwner) -> None:
+        self._readers = readers
         self._fd = fd
         self.log = log
-        self._on_data = on_data
-        self._on_eof = on_eof
+        self._owner = owner
         self._armed = False
         self._big = False
+        self.eof = False  # nothing comes any more
+        self.sips = False  # small reads only, for memory is short
         self.held = False  # not read at the moment: the caller's stream is behind
         self.discarding = False  # the command has ended; what descendants still write is read and thrown away
 
-    @property
-    def eof(self) -> bool:
-        return self._fd < 0
-
     def arm(self) -> None:
-        if not self._armed and self._fd >= 0 and not self.held:
+        if not self._armed and not self.eof and not self.held:
             self._armed = True
-            self._loop.add_reader(self._fd, self._readable)
+            self._readers.add(self._fd, self._readable)
 
     def hold(self) -> None:
         self.held = True
@@ -54,27 +48,34 @@ class Pump:
         self.held = False
         self.arm()
 
+    def go_on(self) -> None:
+        """Like `release`, but not while the disk is behind."""
+        if self.log.spill is None or not self.log.spill.full:
+            self.release()
+
     def _disarm(self) -> None:
-        # always before the close: a registration outlives its descriptor while another process has the pipe
         if self._armed:
             self._armed = False
-            self._loop.remove_reader(self._fd)
+            self._readers.remove(self._fd)
 
     def _readable(self) -> None:
-        if self._read() > 0 and not self.discarding:
-            self._on_data(self)
+        count = self._read()
+        if count < 0:
+            self.close()
+            self._owner.output_over(self)
+        elif count:
+            self._owner.output_came(self)
 
     def _read(self) -> int:
         """Bytes read; 0 where there is nothing now, -1 at the end."""
         try:
-            data = os.read(self._fd, READ_BYTES)
+            data = os.read(self._fd, READ_BYTES if self._big and not self.sips else PIPE_BYTES)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
             data = b""
         if not data:
-            self.close()
-            self._on_eof(self)
+            self.eof = True
             return -1
         if not self.discarding:
             self.log.append(data)
@@ -87,19 +88,26 @@ class Pump:
         return len(data)
 
     def drain(self) -> None:
-        """Reads what is in the pipe now, also while held."""
+        """Reads what is in the pipe now, also while held. At its end the descriptor is still open: `close` it."""
         got = 0
-        while self._fd >= 0 and got < DRAIN_BYTES:
+        while not self.eof and got < DRAIN_BYTES:
             count = self._read()
             if count <= 0:
                 return
             got += count
 
     def close(self) -> None:
+        self.eof = True
         if self._fd >= 0:
-            self._disarm()
+            if self._armed:
+                self._disarm()
             os.close(self._fd)
             self._fd = -1
+
+
+class PumpOwner(Protocol):
+    def output_came(self, pump: Pump) -> None: ...
+    def output_over(self, pump: Pump) -> None: ...
 
 
 class StdinWriter:

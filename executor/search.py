@@ -64,7 +64,7 @@ class SearchService:
         """A page of what is found. Raises InvalidRequest, FileMissing, NotADirectory, PermissionDenied, RateLimited."""
         place = self._files.roots.place(terms.path)
         who = self._files.threads.named(user)
-        job = _job_of(terms) | {"user": _identity(who, self._spawner)}
+        job = _job_of(terms) | {"user": self._spawner.identity(who, nofile=1024)}
         with self._slot():
             async with self._directory(place, who) as fd, self._process(fd) as process:
                 gathered = _Gathered(place)
@@ -243,12 +243,6 @@ class _Gathered:
     def cut_off(self) -> SearchResult:
         """Where the process did not keep its own deadline."""
         return SearchResult(matches=self.matches, truncated=True, files_searched=0, skipped=SearchSkips())
-
-
-def _identity(who: CommandUser, spawner: Spawner) -> dict[str, object]:
-    return {
-        "uid": who.uid, "gid": who.gid, "groups": list(who.groups), "umask": spawner.umask, "nofile": 1024,
-    }  # fmt: skip
 
 
 def _job_of(terms: SearchTerms) -> dict[str, object]:

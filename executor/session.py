@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from collections import deque
-from datetime import UTC, datetime
 from typing import Final, Literal
 
 from executor import kernel, tree
@@ -36,23 +35,36 @@ CANCELLED_CODE: Final = 128 + signal.SIGINT
 HANG_UP_SEC: Final = 1.0  # for a shell's EXIT trap when its session is deleted
 
 
+_OVER: Final = asyncio.Event()
+_OVER.set()
+
+
 class SessionCommand(Command):
     """One command of a session."""
+
+    __slots__ = (
+        "_interrupted_ones", "_interrupting", "_over", "_place", "_session", "_shell", "_since", "_spares_background",
+        "fresh_shell", "shell_ended",
+    )  # fmt: skip
+    gets_leaf = False  # its process is the shell's, which goes on
+    tells_more = True
 
     def __init__(self, session: Session, request: ExecRequest, id: str, *, streamed: bool) -> None:
         super().__init__(session.host, request, id, session.user, session.cwd, background=False, streamed=streamed)
         self.shell_text = None  # it says nothing of whether a new shell can be run
         self.shell_ended = self.fresh_shell = False
-        self._session = session
+        self._session: Session | None = session  # and the shell: until it is over, as its outcome is kept for longer
         self._shell: Shell | None = None
+        self._place = (0, 0)  # the shell's pid and mark
         self._since = 0
         self._spares_background = False
         self._interrupting: asyncio.Task[None] | None = None
-        self._interrupted_ones: set[tuple[int, int]] = set()  # pid and start
+        self._interrupted_ones: frozenset[tuple[int, int]] = frozenset()  # pid and start
         self._over = asyncio.Event()  # reported, or the shell gone
 
     def start(self) -> None:
         """Takes its place in the session's queue. Raises RateLimited, Conflict."""
+        assert self._session is not None
         self._session.enqueue(self)
 
     def begin(self, shell: Shell, *, fresh: bool) -> None:
@@ -68,7 +80,7 @@ class SessionCommand(Command):
         try:
             for stream in range(1 if request.merge_output else 2):
                 fd = shell.files.open_output(stream)
-                self.pumps.append(Pump(loop, fd, self.logs[stream], self._on_data, self._on_eof))
+                self.pumps.append(Pump(self.host.readers, fd, self.logs[stream], self))
             shell.run(request.command, request.env, stdin, merged=request.merge_output, mark=self.seq)
         except OSError:
             for pump in self.pumps:
@@ -76,13 +88,14 @@ class SessionCommand(Command):
             self.pumps.clear()
             raise
         self._shell, self.pid, self.fresh_shell = shell, shell.pid, fresh
-        self.started_at, self._t0 = datetime.now(UTC), time.monotonic()
+        self._place = (shell.pid, shell.seq)
+        self.started_at, self.began = time.time(), time.monotonic()
         if self.streamed or request.no_output_timeout_sec is not None:
             self._arm_pumps()
         else:
             self._timers["pumps"] = loop.call_later(LAZY_PUMP_SEC, self._arm_pumps)
         self._start_clocks()
-        self.launched.set_result(None)
+        self._launch()
 
     def reported(self, code: int, user_sec: float, system_sec: float, left: bool) -> None:
         """The shell says that it has ended."""
@@ -98,6 +111,11 @@ class SessionCommand(Command):
             self.lost()
         else:
             self.exited(end.status, end.user_sec, end.system_sec, 0, end.left)
+
+    def let_go(self) -> None:
+        """It is over: what is kept for its outcome holds no shell, ended or not, and no session."""
+        self._shell = self._session = None
+        self._over = _OVER
 
     def refuse(self, error: ExecutorError) -> None:
         """It never began."""
@@ -122,7 +140,7 @@ class SessionCommand(Command):
     # ── a Command's ways, in a shell that is to be kept ─────────────────────────────────────────────────────────
 
     async def _kill_tree(self) -> None:
-        if not self.launched.done() and self._session.withdraw(self):
+        if not self.is_launched and self._session is not None and self._session.withdraw(self):
             self._killing = None
             self._finish(Outcome(
                 exit_code=CANCELLED_CODE, signal=None, reason=self._ending or "cancelled",
@@ -130,7 +148,7 @@ class SessionCommand(Command):
                 descendants_left=False, duration_sec=0.0, usage=ResourceUse(0.0, 0.0, 0),
             ))  # fmt: skip
             return
-        if not self.launched.done():
+        if not self.is_launched:
             await asyncio.wait([self.launched])
         if self._status is None and self.outcome is None and self.error is None:
             await self._make_way()
@@ -162,6 +180,7 @@ class SessionCommand(Command):
             await self._wait_over(min(SWEEP_SEC, left))
         if not self._over.is_set():
             assert self._shell is not None
+            assert self._session is not None
             log.info("shell_ended_with_command", extra={"session": self._session.id, "command": self.id})
             self._kill_now.set()
             self._shell.send(signal.SIGKILL)
@@ -183,17 +202,16 @@ class SessionCommand(Command):
 
     def _uninterrupted(self, at: tree.Snapshot) -> dict[int, tree.Seen]:
         found = {pid: one for pid, one in self._members(at).items() if (pid, one.start) not in self._interrupted_ones}
-        self._interrupted_ones.update((pid, one.start) for pid, one in found.items())
+        self._interrupted_ones |= {(pid, one.start) for pid, one in found.items()}
         return found
 
     def _members(self, at: tree.Snapshot) -> dict[int, tree.Seen]:
-        if self._shell is None:
-            return {}
-        return tree.call_members(at, self.seq, self._shell.pid, self._shell.seq, self._since)
+        pid, mark = self._place
+        return tree.call_members(at, self.seq, pid, mark, self._since) if pid else {}
 
     async def send_signal(self, number: int, to: Literal["leader", "tree"]) -> None:
         """To what the command has started; never to the shell, which is the session's."""
-        if self.launched.done():
+        if self.is_launched:
             if self._status is None:
                 self._sent = number
             await self._signal_tree(number)
@@ -223,7 +241,7 @@ class Session:
         self.shell: Shell | None = None
         self.current: SessionCommand | None = None
         self.commands = 0
-        self.started_at = datetime.now(UTC)
+        self.started_at = time.time()
         self._queue: deque[SessionCommand] = deque()
         self._preparing: asyncio.Task[None] | None = None  # the shell for the next command
         self._last_end: tuple[int, str | None] | None = None
@@ -251,7 +269,7 @@ class Session:
                 raise _storage_error(why) from why
             raise
         self.shell = shell
-        self.started_at = datetime.now(UTC)
+        self.started_at = time.time()
         self._marks.append(shell.seq)
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,6 +339,7 @@ class Session:
         if self.current is command:
             self.current = None
             self._renew_outputs(command)
+            command.let_go()
             if self.shell is not None and self.shell.is_unsettled:
                 self._preparing = self.host.loop.create_task(self._settle(self.shell), name=f"settle-{self.id}")
             else:

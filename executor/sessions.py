@@ -57,7 +57,12 @@ class Sessions:
         session = self._sessions[id]
         opening = self._opening.get(id)
         if opening is not None:  # of whoever asked first; who hangs up does not end it for the others
-            await asyncio.shield(opening)
+            try:
+                await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                if request.id is None:  # nobody else can know of it
+                    opening.cancel()
+                raise
         return session.info(), joined
 
     def _start(self, id: str, request: SessionRequest, fingerprint: bytes) -> None:

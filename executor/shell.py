@@ -3,7 +3,7 @@
 It is an interactive shell without a terminal, since only an interactive one gives up what it runs, however deep, and
 keeps all of its state when it is interrupted. It reads one line a command from a pipe of its own:
 
-    ulimit -R MARK; NAME='value' . DIR/script <DIR/stdin >DIR/stdout 2>DIR/stderr; printf 'TOKEN $? $PWD' >DIR/report
+    ulimit -m MARK; NAME='value' . DIR/script <DIR/stdin >DIR/stdout 2>DIR/stderr; printf 'TOKEN $? $PWD' >DIR/report
 
 - The caller's text is a file that the shell sources: no quoting, no limit on its length, and an unfinished quote or
   here-document ends with the file. Nothing of it ever stands in the line, and nothing of ours in its output.
@@ -371,7 +371,7 @@ def call_line(
     """What the shell is told to run the script, up to where it reports. Without a newline at its end."""
     parts = []
     if mark is not None:
-        parts.append(f"\\command ulimit -S -R {mark}; ")
+        parts.append(f"\\command ulimit -S -m {mark}; ")
     if last_code:
         parts.append(f"(\\exit {last_code}); ")
     parts += [f"{name}={quoted(value)} " for name, value in env.items()]
@@ -386,7 +386,7 @@ def first_line(is_bash: bool) -> str:
     # No reserved words, which an alias could replace. Without BASH_SOURCE, sh shows by a saved descriptor that it
     # has redirected its input: it saves from 10 on, and allows nobody else to use these.
     sourcing = '[ -n "${BASH_SOURCE-}" ]' if is_bash else "[ -e /proc/self/fd/10 ]"
-    steps = f"\\command {sourcing} && \\command trap - INT && \\command kill -INT \"$$\" || \\command :"
+    steps = f'\\command {sourcing} && \\command trap - INT && \\command kill -INT "$$" || \\command :'
     return f"{_QUIET}\\command trap '{steps}' {ABANDON}\n"
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import shutil
 import stat
 import tempfile
-from typing import Final
+from typing import ClassVar, Final
 
 from executor.isolation import CommandUser
 
@@ -26,12 +27,16 @@ OUTPUTS: Final = ("stdout", "stderr")
 # Memory first: a full disk must not keep sessions from working.
 _PLACES: Final = ("/dev/shm", None)
 _READ_END: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_WRITE_END: Final = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _BOTH_ENDS: Final = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _NEW_FILE: Final = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ShellFiles:
     """Raises OSError wherever the file system does."""
+
+    # A FIFO's next reader is told at once of the end of its last writer, who was another reader's: so under gVisor.
+    _fifos_remember: ClassVar[bool | None] = None
 
     def __init__(self, user: CommandUser) -> None:
         self._user = user
@@ -48,12 +53,16 @@ class ShellFiles:
             # Both ends: the shell's opening never waits for us, and its closing is never an end.
             self.reports = self._open_fifo(REPORTS, _BOTH_ENDS)
             self._script = self._make_file(SCRIPT)
+            if ShellFiles._fifos_remember is None:
+                ShellFiles._fifos_remember = self._ask_a_used_fifo(OUTPUTS[0])
         except BaseException:
             self.close()
             raise
 
     def open_output(self, stream: int) -> int:
         """A new read end for the next command's output. Open it before the shell opens the other one."""
+        if ShellFiles._fifos_remember:
+            self.renew_output(stream)
         return self._open_fifo(OUTPUTS[stream], _READ_END)
 
     def renew_output(self, stream: int) -> None:
@@ -100,6 +109,21 @@ class ShellFiles:
             os.close(fd)
             raise OSError(errno.EINVAL, "not a FIFO any more", name)
         return fd
+
+    def _ask_a_used_fifo(self, name: str) -> bool:
+        """Whether a reader that has never had a writer hears of an end, where an earlier one had a writer."""
+        used = self._open_fifo(name, _READ_END)
+        try:
+            os.close(self._open_fifo(name, _WRITE_END))
+        finally:
+            os.close(used)
+        reader = self._open_fifo(name, _READ_END)
+        try:
+            poll = select.poll()
+            poll.register(reader, select.POLLIN)
+            return bool(poll.poll(0))
+        finally:
+            os.close(reader)
 
     def _make_file(self, name: str) -> int:
         fd = os.open(name, _NEW_FILE, 0o600, dir_fd=self._directory)

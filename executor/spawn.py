@@ -12,17 +12,15 @@ import logging
 import marshal
 import os
 import resource
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from executor import tree
+from executor import seccomp, tree
 from executor.isolation import CommandUser
 from executor.reaper import Reaper
 from executor.spawn_helper import (
@@ -31,6 +29,7 @@ from executor.spawn_helper import (
     MARK_MIN,
     PACKET_BYTES,
     READY,
+    REPLIES_BYTES,
     REPLY,
     SPAWNED,
     STAGE_CHDIR,
@@ -44,10 +43,14 @@ log = logging.getLogger("executor.spawn")
 
 # Imported, not run as a script, so that its compiled form is used: that is 20 ms and 1 MiB for each helper.
 HELPER_CODE: Final = (
-    f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import spawn_helper; spawn_helper.main()"
+    f"import sys; sys.path[:0] = [{os.path.dirname(__file__)!r}]; import spawn_helper; spawn_helper.main()"
 )
+DEFAULT_PATH: Final = b"/usr/local/bin:/usr/bin:/bin"  # where a command's environment has none
 READY_SEC: Final = 20.0
 ANSWER_SEC: Final = 30.0  # a helper that has not spawned for so long is stuck (stopped by a command, say) and replaced
+# Two helpers work side by side at any time, for each waits while its command starts. Only where one has so many at once
+# are more of them worth that they share the processor's caches too.
+CROWD: Final = 6
 RESERVED_DESCRIPTORS: Final = 32  # commands and connections leave them for /proc, without which nothing could be ended
 
 __all__ = ["STAGE_CHDIR", "STAGE_EXEC", "STAGE_FORK", "Job", "Spawner"]
@@ -76,20 +79,15 @@ class _Helper:
         self.ready: asyncio.Future[None] = spawner.loop.create_future()
         self.answered_at = spawner.loop.time()
         self.backlog: deque[tuple[bytes, list[int]]] = deque()
+        self.env: list[bytes] | None = None  # of the command that it was sent last
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.sock.setblocking(False)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-            settings = {
-                "uid": user.uid,
-                "gid": user.gid,
-                "groups": "+".join(map(str, user.groups)),
-                "umask": spawner.umask,
-                "nofile": spawner.nofile,
-            }
-            text = ",".join(f"{name}={value}" for name, value in settings.items())
+            settings = spawner.identity(user, spawner.nofile) | {"cgroups": spawner.cgroup_files}
+            self.sock.send(marshal.dumps(settings))
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", HELPER_CODE, str(theirs.fileno()), text],
+                [sys.executable, "-I", "-S", "-c", HELPER_CODE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={"LC_ALL": "C.UTF-8"},
@@ -114,8 +112,7 @@ class _Helper:
         self.waiting += 1
         if self.backlog:
             self.backlog.append((packet, fds))
-            return
-        if not self._try_send(packet, fds):
+        elif not self._try_send(packet, fds):
             self.backlog.append((packet, fds))
             self.spawner.loop.add_writer(self.sock.fileno(), self._drain)
 
@@ -139,35 +136,34 @@ class _Helper:
             self.backlog.popleft()
         self.spawner.loop.remove_writer(self.sock.fileno())
 
-    def _read(self) -> None:
-        for _ in range(min(64, len(self.jobs) or 1)):  # with one job there is hardly ever a second packet
-            try:
-                packet = self.sock.recv(256)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                packet = b""
-            if not packet:
-                self._detach()
-                # It is dead or about to be; a helper whose socket is closed serves nothing
-                self._kill()
-                return
-            if len(packet) == REPLY.size:
-                self._heard(*REPLY.unpack(packet))
+    def _read(self) -> bool:
+        """One packet; False where there is none. The loop calls again while there are more."""
+        try:
+            packet = self.sock.recv(REPLIES_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            packet = b""
+        if not packet:
+            self._detach()
+            # It is dead or about to be; a helper whose socket is closed serves nothing
+            self._kill()
+            return False
+        if len(packet) % REPLY.size == 0:
+            for kind, flag, stage, error, seq, pid, status, user, system, rss in REPLY.iter_unpack(packet):
+                if kind == EXITED:
+                    job = self.jobs.pop(seq, None)
+                    if job is not None:
+                        if not job.pid:  # over before the helper would have told of it
+                            job.pid = pid
+                            self.waiting -= 1
+                            self.answered_at = self.spawner.loop.time()
+                        job.exited(status, user, system, rss, bool(flag))
+                else:
+                    self._heard(kind, stage, error, seq, pid)
+        return True
 
-    def _heard(
-        self, kind: int, flag: int, stage: int, error: int, seq: int, pid: int, status: int, user: float,
-        system: float, rss: int,
-    ) -> None:  # fmt: skip
-        if kind == EXITED:
-            job = self.jobs.pop(seq, None)
-            if job is not None:
-                if not job.pid:  # over before the helper would have told of it
-                    job.pid = pid
-                    self.waiting -= 1
-                    self.answered_at = self.spawner.loop.time()
-                job.exited(status, user, system, rss, bool(flag))
-            return
+    def _heard(self, kind: int, stage: int, error: int, seq: int, pid: int) -> None:
         self.answered_at = self.spawner.loop.time()
         if kind == SPAWNED:
             self.waiting -= 1
@@ -180,6 +176,8 @@ class _Helper:
             if job is not None:
                 job.failed(error, stage)
         elif kind == READY and not self.ready.done():
+            if error:
+                log.warning("protection_missing", extra={"what": "seccomp", "errno": error})
             self.ready.set_result(None)
 
     def _kill(self) -> None:
@@ -216,8 +214,8 @@ class _Helper:
     def _died(self, status: int, _user: float, _system: float, _rss: int) -> None:
         self.dead = True
         self.process.returncode = os.waitstatus_to_exitcode(status)  # collected by us, not by Popen
-        if not self.closed:
-            self._read()  # what it said before its end
+        while not self.closed and self._read():  # what it said before its end
+            pass
         self._detach()
         if not self.ready.done():
             self.ready.set_exception(RuntimeError(f"a spawn helper ended at its start with {self.process.returncode}"))
@@ -231,19 +229,24 @@ class _Helper:
 
 class Spawner:
     def __init__(
-        self, reaper: Reaper, user: CommandUser, *, helpers: int, umask: int, nofile: int | None = None
-    ) -> None:
+        self, reaper: Reaper, user: CommandUser, *, helpers: int, umask: int, nofile: int | None = None,
+        cgroup_files: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`cgroup_files`: what a helper writes 0 to, to be where its commands begin."""
         self.reaper = reaper
         self.user = user
         self.umask = umask
+        self.cgroup_files = list(cgroup_files)
         self.nofile = nofile if nofile is not None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._filter = seccomp.program().hex() if seccomp.supported() else ""
         self.last_descriptor = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_DESCRIPTORS
         self.loop: asyncio.AbstractEventLoop
         self.sweeps: Sweeps
+        self._first: _Helper
         self._count = helpers
         self._helpers: dict[int, list[_Helper]] = {}  # by uid
-        # 29 random bits, so that executors that share a pid namespace tell their commands apart
-        self._seq = self._first_seq = MARK_MIN + (secrets.randbits(29) << 30)
+        # 22 random bits, so that executors that share a pid namespace tell their commands apart
+        self._seq = self._first_seq = MARK_MIN + (int.from_bytes(os.urandom(4)) >> 10 << 30)
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -251,12 +254,16 @@ class Spawner:
         self._restarts: deque[float] = deque(maxlen=16)
         self._watch: asyncio.TimerHandle | None = None
 
-    async def start(self) -> None:
+    def begin(self, then: Callable[[], object] = lambda: None) -> None:
+        """Starts the first helper; `ready` waits for it, and `then` is called once it is where it belongs."""
         self.loop = asyncio.get_running_loop()
         self.sweeps = Sweeps(self.loop)
-        helper = self._add(self.user)
+        self._first = self._add(self.user)
+        self._first.ready.add_done_callback(lambda _ready: then())
+
+    async def ready(self) -> None:
         async with asyncio.timeout(READY_SEC):
-            await asyncio.shield(helper.ready)
+            await asyncio.shield(self._first.ready)
 
     def _add(self, user: CommandUser) -> _Helper:
         helper = _Helper(self, user)
@@ -264,6 +271,13 @@ class Spawner:
         self._alive += 1
         self._idle.clear()
         return helper
+
+    def identity(self, user: CommandUser, nofile: int) -> dict[str, object]:
+        """What a process of ours needs to become that user (`spawn_helper.become`)."""
+        return {
+            "uid": user.uid, "gid": user.gid, "groups": list(user.groups), "umask": self.umask, "nofile": nofile,
+            "filter": self._filter,
+        }  # fmt: skip
 
     def next_seq(self) -> int:
         self._seq += 1
@@ -278,9 +292,32 @@ class Spawner:
 
         Without `at_once` the job hears of its pid a moment later, or with its end. Without `own_session` it leads a
         process group only, and shares the processor with the other commands as one (see `spawn_helper`)."""
-        fds = [fd for fd in (stdin, stdout, stderr, script) if fd is not None]
-        given = (stdin is not None, stderr is not None, script is not None)
-        packet = marshal.dumps((job.seq, at_once, own_session, *given, argv, env, cwd))
+        helpers = self._helpers.get(user.uid)
+        if not helpers:
+            helper = self._add(user)
+        else:
+            helper = helpers[0]
+            if len(helpers) > 1 and len(helpers[1].jobs) < len(helper.jobs):
+                helper = helpers[1]
+            if len(helper.jobs) >= CROWD:
+                for other in helpers[2:]:
+                    if len(other.jobs) < len(helper.jobs):
+                        helper = other
+            # When commands run at once; most pods never need a second one.
+            if helper.waiting >= (1 if len(helpers) < 2 else CROWD) and len(helpers) < self._count:
+                self._replace(user, self._count)
+        fds = [stdout] if stdin is None else [stdin, stdout]
+        if stderr is not None:
+            fds.append(stderr)
+        if script is not None:
+            fds.append(script)
+        env_sent, path = None, b""
+        if env is not helper.env:  # mostly it is the same list as the last time, which the helper still has
+            env_sent, path = env, _path_of(env)
+        packet = marshal.dumps((
+            job.seq, at_once, own_session, stdin is not None, stderr is not None, script is not None, argv, env_sent,
+            path, cwd,
+        ))  # fmt: skip
         if len(packet) > PACKET_BYTES:
             memory = os.memfd_create("sojourn-job", os.MFD_CLOEXEC)
             fds.append(memory)
@@ -288,10 +325,7 @@ class Spawner:
             while view:
                 view = view[os.write(memory, view) :]
             packet = b"m"
-        helpers = self._helpers.get(user.uid)
-        helper = min(helpers, key=_load) if helpers else self._add(user)
-        if helpers and helper.waiting and len(helpers) < self._count:
-            self._replace(user, self._count)  # when commands run at once; most pods never need a second one
+        helper.env = env
         helper.send(job, packet, fds)
         if self._watch is None:
             self._watch = self.loop.call_later(ANSWER_SEC, self._check)
@@ -359,7 +393,7 @@ class Spawner:
                 helper.end()
 
     def _is_ours(self, one: tree.Seen) -> bool:
-        return one.pid != os.getpid() and self._first_seq < tree.mark_of(one.pid) <= self._seq
+        return one.pid != os.getpid() and self._first_seq < one.mark <= self._seq
 
     async def close(self) -> None:
         """Ends the helpers, and with them every command, before it returns; at most a few seconds."""
@@ -380,8 +414,12 @@ class Spawner:
             log.warning("commands_killed_at_end", extra={"count": marked})
 
 
-def _load(helper: _Helper) -> int:
-    return len(helper.jobs)
+def _path_of(env: list[bytes]) -> bytes:
+    path = DEFAULT_PATH
+    for entry in env:
+        if entry.startswith(b"PATH="):
+            path = entry[5:]
+    return path
 
 
 def _orphaned(job: Job) -> Callable[[int, float, float, int], None]:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Final
@@ -201,7 +202,7 @@ def header(path: bytes, kind: bytes, size: int, status: os.stat_result, target: 
         if _is_utf8(text):
             records[key] = text
         else:  # pax promises UTF-8, GNU's long names promise nothing
-            before += _block(b"././@LongLink", long_kind, len(text) + 1, 0, 0, 0, 0) + _padded(text + b"\0")
+            before += ustar_block(b"././@LongLink", long_kind, len(text) + 1, 0, 0, 0, 0) + padded(text + b"\0")
     if size >= _OCTAL_END:
         records[b"size"] = str(size).encode()
         size = 0
@@ -209,13 +210,13 @@ def header(path: bytes, kind: bytes, size: int, status: os.stat_result, target: 
         before += pax_header(records)
     mtime = min(max(int(status.st_mtime), 0), _OCTAL_END - 1)
     mode = stat.S_IMODE(status.st_mode)
-    return before + _block(path[:100], kind, size, mode, status.st_uid, status.st_gid, mtime, target[:100])
+    return before + ustar_block(path[:100], kind, size, mode, status.st_uid, status.st_gid, mtime, target[:100])
 
 
 def pax_header(records: dict[bytes, bytes]) -> bytes:
     """The extended header that says more about the member after it."""
     data = b"".join(_record(key, value) for key, value in records.items())
-    return _block(b"././@PaxHeader", b"x", len(data), 0o644, 0, 0, 0) + _padded(data)
+    return ustar_block(b"././@PaxHeader", b"x", len(data), 0o644, 0, 0, 0) + padded(data)
 
 
 def _record(key: bytes, value: bytes) -> bytes:
@@ -225,7 +226,7 @@ def _record(key: bytes, value: bytes) -> bytes:
     return str(length).encode() + body
 
 
-def _block(
+def ustar_block(
     name: bytes, kind: bytes, size: int, mode: int, uid: int, gid: int, mtime: int, target: bytes = b""
 ) -> bytes:
     """One ustar header."""
@@ -234,10 +235,11 @@ def _block(
         name.ljust(100, b"\0"), mode, uid, gid, size, mtime, kind, target.ljust(100, b"\0"),
     )  # fmt: skip
     block = fields.ljust(BLOCK_BYTES, b"\0")
-    return block[:148] + b"%06o\0 " % sum(block) + block[156:]
+    halves = (zlib.adler32(half) & 0xFFFF for half in (block[:256], block[256:]))  # of so few bytes: their sum, plus 1
+    return block[:148] + b"%06o\0 " % (sum(halves) - 2) + block[156:]
 
 
-def _padded(data: bytes) -> bytes:
+def padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % BLOCK_BYTES)
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from executor.budget import MemoryBudget
 from executor.config import ExecutorConfig
 from executor.errors import IdempotencyMismatch, InvalidRequest, NotFound, RateLimited, ShuttingDown
 from executor.follow import Follower
@@ -90,9 +91,8 @@ class TerminalCommand(Command):
         self.stdin = StdinWriter(self.host.loop, os.dup(self._master))
         return self._own_slave(theirs)
 
-    def _output_pipe(self, stream: int, ours: list[int], theirs: list[int]) -> int:
-        ours.append(os.dup(self._master))
-        self.pumps.append(Pump(self.host.loop, ours[-1], self.logs[stream], self._on_data, self._on_eof))
+    def _output_pipe(self, stream: int, theirs: list[int]) -> int:
+        self.pumps.append(Pump(self.host.readers, os.dup(self._master), self.logs[stream], self))
         return self._own_slave(theirs)
 
     def _own_slave(self, theirs: list[int]) -> int:
@@ -102,9 +102,9 @@ class TerminalCommand(Command):
     def spill_to_disk(self) -> None:
         """Never: a terminal's scrollback is bounded, older output is a gap."""
 
-    def _on_data(self, pump: Pump) -> None:
+    def output_came(self, pump: Pump) -> None:
         self._terminals.traffic()
-        super()._on_data(pump)
+        super().output_came(pump)
 
     def exited(self, status: int, user_sec: float, system_sec: float, max_rss_kib: int, left: bool) -> None:
         # Ours kept the terminal alive for programs that close it and open it again. Without it the master's end of
@@ -214,6 +214,8 @@ class Terminals:
         self.traffic = traffic  # called at input and output: what renews the lease, open connections do not
         self.loop = processes.loop
         self.spawner: Spawner = processes.spawner
+        self.turns = processes.turns
+        self.readers = processes.readers
         self.shell = processes.shell
         self.enter_shell = os.fsencode(shutil.which("sh") or "/bin/sh")
         self.closing = False
@@ -342,17 +344,21 @@ class Terminals:
 
     # ── the Host of commands ────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def output(self) -> MemoryBudget:
+        return self._processes.output
+
     def environment(self, user: CommandUser, env: dict[str, str]) -> list[bytes]:
         return self._processes.environment(user, env)
 
-    def new_spill(self, start: int) -> Spill | None:
+    def new_spill(self, start: int, head_bytes: int = 0, tail_bytes: int = 0) -> Spill | None:
         return None
 
-    def was_oom(self) -> bool:
-        return self._processes.was_oom()
+    def was_oom(self, command: Command) -> bool:
+        return self._processes.was_oom(command)
 
-    def was_pids(self) -> bool:
-        return self._processes.was_pids()
+    def was_pids(self, command: Command) -> bool:
+        return self._processes.was_pids(command)
 
     def shell_failed(self, why: str | None) -> None:
         self._processes.shell_failed(why)

@@ -1,6 +1,6 @@
 """Finding and ending all of a command: its leader, its session, its children, and what left all of these.
 
-A process belongs to a command when it carries the command's mark (`executor.spawn_helper.mark_of`), is in the leader's
+A process belongs to a command when it carries the command's mark (see `executor.spawn_helper`), is in the leader's
 group, or descends from one that does. Walking /proc may take milliseconds: it is done in a worker thread, once for
 all that ask (`executor.sweeps`)."""
 
@@ -10,12 +10,12 @@ import errno
 import logging
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
 from executor.kernel import HAS_PIDFD
-from executor.spawn_helper import mark_of as mark_of
+from executor.spawn_helper import mark_in
 
 log = logging.getLogger("executor.tree")
 
@@ -29,6 +29,7 @@ class Seen(msgspec.Struct, frozen=True, gc=False):
     group: int
     session: int
     start: int  # clock ticks since boot: with the pid, an identity
+    mark: int  # the number of its command; 0: none
 
 
 def seen(pid: int) -> Seen | None:
@@ -37,7 +38,8 @@ def seen(pid: int) -> Seen | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read(1024)
         fields = text[text.rindex(b")") + 2 :].split()
-        return Seen(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+        ppid, group, session = map(int, fields[1:4])
+        return Seen(pid, fields[0].decode(), ppid, group, session, int(fields[19]), mark_in(fields))
     except OSError as why:
         if why.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # what cannot be seen must not be taken for gone
             raise
@@ -67,9 +69,8 @@ class Snapshot:
         self.unmarked: dict[int, list[int]] = {}  # these by session, and by process group
         for one in self.living.values():
             self.children.setdefault(one.ppid, []).append(one.pid)
-            mark = mark_of(one.pid)
-            self.marked.setdefault(mark, []).append(one.pid)
-            if not mark:
+            self.marked.setdefault(one.mark, []).append(one.pid)
+            if not one.mark:
                 for leader in {one.session, one.group}:
                     self.unmarked.setdefault(leader, []).append(one.pid)
 
@@ -88,9 +89,10 @@ class Snapshot:
         return {pid: one for pid, one in found.items() if one.state not in "ZX"}
 
 
-def members(at: Snapshot, seq: int, leader: int) -> dict[int, Seen]:
-    """The living processes of command `seq`; `leader` is its first process's pid, 0 where unknown."""
-    wanted = list(at.marked.get(seq, ()))
+def members(at: Snapshot, seq: int, leader: int, inside: Iterable[int] = ()) -> dict[int, Seen]:
+    """The living processes of command `seq`; `leader` is its first process's pid, 0 where unknown. `inside`: what is
+    known to be its own besides."""
+    wanted = [*at.marked.get(seq, ()), *(pid for pid in inside if pid in at.living)]
     if leader:
         # Without a mark (a kernel that does not show it, a program that changed it) the leader's group has to do;
         # with another command's mark it never does: the leader's pid may be another's by now.
@@ -118,7 +120,7 @@ def session_members(at: Snapshot, marks: Collection[int], shell: int) -> dict[in
 
 def find_marked(seq: int) -> int:
     """The oldest living or unreaped process of command `seq`; 0 where none is."""
-    marked = [one for one in everything().values() if mark_of(one.pid) == seq]
+    marked = [one for one in everything().values() if one.mark == seq]
     return min(marked, key=lambda one: one.start).pid if marked else 0
 
 

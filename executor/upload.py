@@ -6,6 +6,7 @@ import os
 import secrets
 import stat
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -59,16 +60,24 @@ class Upload:
             except OSError as error:
                 raise file_error(error, self._place.path) from None
 
-    def write(self, data: bytes) -> None:
+    def write(self, pieces: Sequence[bytes]) -> None:
+        """At most 1024 pieces at a time (IOV_MAX)."""
         with self._lock:
             if self._over:
                 return
-            view = memoryview(data)
             try:
-                while view:
-                    view = view[os.write(self._fd, view) :]
+                written = os.writev(self._fd, pieces) if pieces else 0
+                for piece in pieces:  # what is left of them after a short write
+                    left = memoryview(piece)[written:]
+                    written = max(0, written - len(piece))
+                    while left:
+                        left = left[os.write(self._fd, left) :]
             except OSError as error:
                 raise file_error(error, self._place.path) from None
+
+    def write_and_commit(self, pieces: Sequence[bytes]) -> tuple[FileEntry, bool]:
+        self.write(pieces)
+        return self.commit()
 
     def commit(self) -> tuple[FileEntry, bool]:
         """What is at the target now, and whether nothing was there before. Raises PreconditionFailed, NotAFile."""

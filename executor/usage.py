@@ -155,6 +155,8 @@ def metrics_text(report: UsageReport, gauges: Mapping[str, float]) -> str:
         ("sojourn_pod_inodes_used", "gauge", disk.inodes_used),
         ("sojourn_pod_inodes_limit", "gauge", disk.inodes_limit),
     ]
-    rows += [(name, "gauge", value) for name, value in sorted(gauges.items()) if _METRIC_NAME.match(name)]
+    for name, value in sorted(gauges.items()):
+        if _METRIC_NAME.match(name):
+            rows.append((name, "counter" if name.endswith("_total") else "gauge", value))
     lines = [f"# TYPE {name} {kind}\n{name} {value!r}\n" for name, kind, value in rows if value is not None]
     return "".join(lines)

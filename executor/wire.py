@@ -16,10 +16,12 @@ PROTOCOL: Final = "sojourn.v1"
 POD_HEADER: Final = "Sandbox-Pod"
 LEASE_HEADER: Final = "Sandbox-Lease-Sec"
 OFFSET_HEADER: Final = "Sandbox-Output-Offset"
+PROCESS_HEADER: Final = "Sandbox-Process-Id"
 PORT_HEADER: Final = "Sandbox-Port"  # on what a server behind /v1/ports/ answered itself, and on nothing else
 JSON_TYPE: Final = "application/json"
 NDJSON_TYPE: Final = "application/x-ndjson"
 FRAMES_TYPE: Final = "application/vnd.sojourn.frames"
+RAW_TYPE: Final = "application/octet-stream"
 SSE_TYPE: Final = "text/event-stream"
 
 MiB: Final = 1 << 20
@@ -44,7 +46,7 @@ StreamName = Literal["stdout", "stderr"]
 Encoding = Literal["text", "base64"]
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Base of what callers send: an unknown field is refused and named."""
 
 
@@ -137,6 +139,7 @@ class FileBody(Request, frozen=True):
     content: str | None = None
     content_base64: str | None = None
     mode: int | None = None
+    secret: bool = False  # what is at this path is never in a layer of the workspace
 
 
 class BindRequest(Request, frozen=True):
@@ -182,7 +185,7 @@ class WatchRequest(Request, frozen=True):
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ResourceUse(msgspec.Struct, frozen=True):
+class ResourceUse(msgspec.Struct, frozen=True, gc=False):
     """wait4(2)'s figures for the command and the descendants that it waited for."""
 
     user_ms: float
@@ -706,20 +709,36 @@ class FrameReader:
         self._max = max_bytes
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The frames completed by `data`. Raises MalformedFrame for one over the bound."""
-        self._kept += data
-        kept, at, frames = self._kept, 0, []
-        while len(kept) - at >= 5:
-            length = int.from_bytes(kept[at + 1 : at + 5], "big")
-            if length > self._max:
-                raise MalformedFrame(f"a frame of {length} bytes is over the bound of {self._max}")
-            if len(kept) - at - 5 < length:
-                break
-            frames.append((kept[at], bytes(kept[at + 5 : at + 5 + length])))
-            at += 5 + length
-        if at:
-            del kept[:at]
+        """The frames completed by `data`, each payload copied once. Raises MalformedFrame for one over the bound."""
+        kept, frames, at = self._kept, list[tuple[int, bytes]](), 0
+        with memoryview(data) as view:
+            if kept:  # a frame that began earlier: only what it lacks is joined to it
+                at = max(0, 5 - len(kept))
+                kept += view[:at]
+                if len(kept) < 5:
+                    return frames
+                lacking = 5 + self._length(kept) - len(kept)
+                kept += view[at : at + lacking]
+                if len(view) - at < lacking:
+                    return frames
+                at += lacking
+                with memoryview(kept) as whole:
+                    frames.append((kept[0], bytes(whole[5:])))
+                kept.clear()
+            while len(view) - at >= 5:
+                end = at + 5 + self._length(view[at : at + 5])
+                if end > len(view):
+                    break
+                frames.append((view[at], bytes(view[at + 5 : end])))
+                at = end
+            kept += view[at:]
         return frames
+
+    def _length(self, head: bytearray | memoryview) -> int:
+        length = int.from_bytes(head[1:5], "big")
+        if length > self._max:
+            raise MalformedFrame(f"a frame of {length} bytes is over the bound of {self._max}")
+        return length
 
     @property
     def pending(self) -> int:
@@ -739,21 +758,21 @@ def bad_field(request: ExecRequest) -> tuple[str, str] | None:
             return "command", "is empty"
     elif not request.command or not request.command[0]:
         return "command", "needs a program as its first entry"
-    texts = [request.command] if isinstance(request.command, str) else request.command
-    if any("\0" in text for text in texts):
-        return "command", "holds a NUL character, which no program can be given"
+    for text in (request.command,) if isinstance(request.command, str) else request.command:
+        if "\0" in text:
+            return "command", "holds a NUL character, which no program can be given"
     if request.cwd is not None and (not request.cwd or "\0" in request.cwd):
         return "cwd", "is empty or holds a NUL character"
-    if (what := bad_env(request.env)) is not None:
+    if request.env and (what := bad_env(request.env)) is not None:
         return "env", what
     if request.stdin is not None and request.stdin_base64 is not None:
         return "stdin_base64", "cannot be given beside stdin"
     if request.user is not None and (not request.user or "\0" in request.user):
         return "user", "is empty or holds a NUL character"
-    for name in ("timeout_sec", "no_output_timeout_sec"):
-        value = getattr(request, name)
-        if value is not None and not 0 < value <= MAX_TIMEOUT_SEC:
-            return name, f"must be over 0 and at most {MAX_TIMEOUT_SEC:.0f} seconds"
+    if request.timeout_sec is not None and not 0 < request.timeout_sec <= MAX_TIMEOUT_SEC:
+        return "timeout_sec", f"must be over 0 and at most {MAX_TIMEOUT_SEC:.0f} seconds"
+    if request.no_output_timeout_sec is not None and not 0 < request.no_output_timeout_sec <= MAX_TIMEOUT_SEC:
+        return "no_output_timeout_sec", f"must be over 0 and at most {MAX_TIMEOUT_SEC:.0f} seconds"
     if not 0 <= request.grace_sec <= MAX_GRACE_SEC:
         return "grace_sec", f"must be from 0 to {MAX_GRACE_SEC:.0f} seconds"
     if not 0 <= request.max_output_bytes <= MAX_OUTPUT_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import resource
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from executor import footing
 from manager.config import SETTINGS, BadConfig, ManagerConfig
 
 PROGRAM: Final = "sojourn-server"
@@ -157,22 +159,35 @@ def raise_open_files() -> None:
 # ── commands: each imports what it needs, so that --help and config answer at once ──────────────────────────────
 
 
+def check_footing(*more: str | None) -> None:
+    """Before aiohttp is imported. Raises BadConfig."""
+    refusals, warnings = footing.examine(os.environ)
+    for warning in filter(None, (*warnings, *more)):
+        logging.getLogger("manager").warning("footing", extra={"why": warning})
+    if refusals:
+        raise BadConfig("; ".join(refusals))
+
+
 def run_up(arguments: argparse.Namespace) -> int:
     from manager import log
-    from manager.run import up
 
     config = load(arguments, {"log_level": "WARNING"})
     log.set_up(config.log_level)
+    check_footing()
+    from manager.run import up
+
     raise_open_files()
     return up(config, tell)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
     from manager import log
-    from manager.run import serve
 
     config = load(arguments, {"host": "0.0.0.0"})
     log.set_up(config.log_level)
+    check_footing(footing.outdated_python())
+    from manager.run import serve
+
     raise_open_files()
     return serve(config, tell)
 

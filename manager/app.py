@@ -7,8 +7,10 @@ import errno
 import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from ipaddress import ip_network
 from typing import Final
 
 from aiohttp import web
@@ -16,18 +18,26 @@ from aiohttp import web
 from manager.api.listener import Listener
 from manager.api.routes import create_app
 from manager.api.services import InFlight, Services
-from manager.config import BadConfig, ManagerConfig, variable
+from manager.config import BadConfig, ManagerConfig, TargetConfig, variable
+from manager.egress.dial import Dialler, DialRules
+from manager.egress.fetch import Fetcher
 from manager.errors import ManagerError, StoreUnavailable
 from manager.executor_client import pod_token
 from manager.metrics import CONTENT_TYPE, Metrics
-from manager.model import BindingState, Owner, Role, new_id
+from manager.model import BindingState, Owner, Role, new_id, owned_by_name
 from manager.providers.base import Provider
+from manager.providers.local.network import OutboundSettings
 from manager.providers.local.provider import LocalProvider
+from manager.services.audit import Audit
+from manager.services.checkpoints import Checkpoints
 from manager.services.core import Services as Core
 from manager.services.pool import UNCLAIMED_SEC
+from manager.services.sources import Sources, spool_in
 from manager.services.tenants import Tenants
 from manager.store.base import Store
 from manager.store.embedded import embedded_valkey
+from manager.store.objects import PROBE_KEY, Objects
+from manager.store.opening import open_objects
 from manager.store.redis import RedisStore
 
 log = logging.getLogger(__name__)
@@ -36,6 +46,7 @@ Say = Callable[[str], None]
 
 _ENDED_REASONS: Final = ("destroyed", "expired", "evicted", "oom", "node_lost", "lost")
 _ENDING_AT_ONCE: Final = 8  # pods, when everything ends
+_FILES_SEC: Final = 0.1  # a stop's answer waits so long for the files of its pod, once that has ended
 
 
 class Stop:
@@ -73,8 +84,8 @@ class Stop:
 class Manager:
     """One running manager, for who started it."""
 
-    def __init__(self, config: ManagerConfig, core: Core, tenants: Tenants, store: Store) -> None:
-        self.config, self.core, self.tenants, self.store = config, core, tenants, store
+    def __init__(self, config: ManagerConfig, core: Core, tenants: Tenants, store: Store, objects: Objects) -> None:
+        self.config, self.core, self.tenants, self.store, self.objects = config, core, tenants, store, objects
         self.port = 0
         self.metrics_port: int | None = None
         self.loops: asyncio.Task[None]
@@ -100,7 +111,11 @@ async def running(config: ManagerConfig, stop: Stop, say: Say) -> AsyncIterator[
     secret, pepper = _secrets(config)
     async with AsyncExitStack() as stack:
         store = await open_store(config, stack, say)
-        tenants = Tenants(store, pepper)
+        objects = await open_objects_of(config, stack, say)
+        audit = Audit(store)
+        stack.push_async_callback(audit.close)
+        tenants = Tenants(store, objects, pepper, audit=audit)
+        stack.push_async_callback(tenants.close)
         providers = await _open_providers(config, secret, stack, say)
         core = Core(
             store=store,
@@ -111,14 +126,19 @@ async def running(config: ManagerConfig, stop: Stop, say: Say) -> AsyncIterator[
             terms=config.terms,
             secret=secret,
             holder=new_id("m"),
+            audit=audit,
+            audit_keep_sec=config.audit_keep_days * 86_400.0,
+            objects=objects,
+            cache=store,
             start_limit_sec=float(config.start_limit_sec),
         )
+        core.longlived.sources = sources_of(config, core.checkpoints, stack)
         stack.push_async_callback(core.close)
         stack.push_async_callback(_end_pods, core, store, providers, stop, say)
         await core.start()
         if found := [pod for watch in core.watches.values() for pod in watch.pods.values()]:
             say(f"pods      {len(found)} of an earlier run found again")
-        manager = Manager(config, core, tenants, store)
+        manager = Manager(config, core, tenants, store, objects)
         manager.loops = asyncio.create_task(core.run_forever(), name="services")
         stack.push_async_callback(_ended, manager.loops)
         services = surface(config, core, tenants, store)
@@ -143,7 +163,7 @@ def _secrets(config: ManagerConfig) -> tuple[bytes, bytes]:
     return config.manager_secret.encode(), config.key_pepper.encode()
 
 
-async def open_store(config: ManagerConfig, stack: AsyncExitStack, say: Say) -> Store:
+async def open_store(config: ManagerConfig, stack: AsyncExitStack, say: Say) -> RedisStore:
     url = config.redis_url
     if url is None:
         url = await stack.enter_async_context(embedded_valkey(config.data_dir))
@@ -158,12 +178,45 @@ async def open_store(config: ManagerConfig, stack: AsyncExitStack, say: Say) -> 
     return store
 
 
+async def open_objects_of(config: ManagerConfig, stack: AsyncExitStack, say: Say) -> Objects:
+    """Raises BadConfig where the setting makes no sense, StoreUnavailable where nothing answers there."""
+    try:
+        objects = open_objects(config.objects, config.data_dir)
+    except ValueError as why:
+        raise BadConfig(f"{variable('objects')}: {why}") from why
+    stack.push_async_callback(objects.close)
+    await objects.head(PROBE_KEY)
+    say(f"objects   {objects.describe}")
+    if config.redis_url and not config.objects:
+        say(f"          warning: {variable('objects')} is not set: what must last is on this machine alone")
+    return objects
+
+
+def sources_of(config: ManagerConfig, checkpoints: Checkpoints, stack: AsyncExitStack) -> Sources:
+    """What sandboxes' workspaces may begin with: public https servers, and the buckets that the operator names."""
+    threads = ThreadPoolExecutor(8, thread_name_prefix="source-names")
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+    refused = tuple(ip_network(network) for network in config.outbound_refused)
+    dialler = Dialler(DialRules(ports=frozenset({443}), refused=refused), threads)
+    return Sources(
+        checkpoints,
+        Fetcher(dialler),
+        prefixes=config.source_prefixes,
+        open_at=lambda url: open_objects(url, config.data_dir),
+        spool_dir=spool_in(config.data_dir),
+    )
+
+
 async def _open_providers(config: ManagerConfig, secret: bytes, stack: AsyncExitStack, say: Say) -> dict[str, Provider]:
     opened: dict[str, Provider] = {}
     for target in config.targets:
+        if target.provider == "kubernetes":
+            opened[target.name] = await _open_cluster(target, secret, stack, say)
+            continue
         if target.provider != "local":
             raise BadConfig(
-                f"target {target.name!r}: provider {target.provider!r} comes with a later version; this one has `local`"
+                f"target {target.name!r}: provider {target.provider!r} comes with a later version; this one has "
+                "`local` and `kubernetes`"
             )
         provider = LocalProvider(
             target.name,
@@ -172,6 +225,9 @@ async def _open_providers(config: ManagerConfig, secret: bytes, stack: AsyncExit
             insecure=config.insecure_no_isolation,
             allow_missing_limits=config.allow_missing_limits,
             unclaimed_sec=UNCLAIMED_SEC,
+            outbound=OutboundSettings.of(config),
+            bundle=config.executor_bundle,
+            files_sec=_FILES_SEC,
         )
         stack.push_async_callback(provider.close)
         await _check_isolation(config, provider, say)
@@ -179,9 +235,36 @@ async def _open_providers(config: ManagerConfig, secret: bytes, stack: AsyncExit
     return opened
 
 
+async def _open_cluster(target: TargetConfig, secret: bytes, stack: AsyncExitStack, say: Say) -> Provider:
+    """Raises BadConfig where there is no way to the cluster, TargetUnavailable where it does not answer."""
+    try:  # only here: it takes most of a second and 50 MB
+        from manager.providers.kubernetes.client import ClusterClient, NoCluster
+        from manager.providers.kubernetes.provider import KubernetesProvider
+    except ImportError as why:
+        raise BadConfig(
+            f"target {target.name!r}: the package `kubernetes` is missing ({why}); install sojourn-server[kubernetes]"
+        ) from why
+    try:
+        client = await ClusterClient.connect(target.kubeconfig, target.context)
+    except NoCluster as why:
+        raise BadConfig(f"target {target.name!r}: {why}") from why
+    provider = KubernetesProvider(
+        target.name,
+        client,
+        target.namespace,
+        lambda pod: pod_token(secret, pod),
+        unclaimed_sec=UNCLAIMED_SEC,
+    )
+    stack.push_async_callback(provider.close)
+    version = await provider.check()
+    say(f"cluster   {target.name}: Kubernetes {version} at {client.host}, namespace {target.namespace}")
+    return provider
+
+
 async def _check_isolation(config: ManagerConfig, provider: LocalProvider, say: Say) -> None:
     """Says what this machine gives. Raises BadConfig where that is no isolation and nobody asked to do without."""
-    found = await provider.capabilities()
+    outbound = any(profile.network != "none" and profile.target == provider.name for profile in config.profiles)
+    found = await provider.capabilities(network=outbound)
     if found.tier is None and not config.insecure_no_isolation:
         raise BadConfig(
             f"this machine gives no isolation: {found.why_not}.\nTo get it: {found.advice}\n"
@@ -195,13 +278,16 @@ async def _check_isolation(config: ManagerConfig, provider: LocalProvider, say: 
         say(f"isolation namespaces, {found.tier} tier; limits held: {', '.join(limits) or 'none'}")
     for name, why in found.missing_limits.items():
         say(f"          warning: no limit of {name}: {why}")
+    if found.network is not None and found.network.way is not None:
+        why = f" ({found.network.why_not})" if found.network.why_not else ""
+        say(f"network   outbound, by profile: {found.network.way}{why}; public addresses only")
+    elif found.network is not None:
+        say(f"          warning: profiles with network outbound are refused: {found.network.why_not}")
 
 
 def surface(config: ManagerConfig, core: Core, tenants: Tenants, store: Store) -> Services:
     async def only_project() -> Owner | None:
-        owners = {
-            Owner(key.tenant, key.project) for key in await store.list_keys(None) if key.role is not Role.PLATFORM
-        }
+        owners = {Owner(key.tenant, key.project) for key in await tenants.every_key() if key.role is not Role.PLATFORM}
         owners |= {binding.owner for binding in await store.list_bindings()} | set(config.projects)
         return owners.pop() if len(owners) == 1 else None
 
@@ -210,15 +296,18 @@ def surface(config: ManagerConfig, core: Core, tenants: Tenants, store: Store) -
             await store.ping()
         except StoreUnavailable as why:
             return why.message
-        behind = [name for name, watch in core.watches.items() if not watch.synced]
+        behind = [name for name, watch in core.watches.items() if not watch.known]
         return f"the pods of {', '.join(behind)} are not known yet" if behind else None
 
     services = Services(
         config=config,
         tasks=core.tasks,
+        longlived=core.longlived,
         tenants=tenants,
+        audit=core.audit_archive,
         pool=core.pool,
         metrics=Metrics(),
+        held=store.held,
         find_sandbox=store.find_sandbox,
         only_project=only_project,
         not_ready=not_ready,
@@ -240,12 +329,34 @@ def _add_readings(metrics: Metrics, core: Core, in_flight: InFlight) -> None:
             counts[reason if reason in counts else "lost"] += count
         return {(reason,): float(count) for reason, count in counts.items()}
 
+    metrics.gauge(
+        "sojourn_watch_current",
+        "1 where what is known of a target's pods is the present state.",
+        ("target",),
+        lambda: {(name,): float(watch.synced) for name, watch in core.watches.items()},
+    )
     metrics.gauge("sojourn_requests_in_flight", "Requests under way.", (), lambda: {(): float(in_flight.count)})
-    metrics.gauge("sojourn_pool_ready", "Warm pods ready to be claimed.", ("profile",), pools("ready"))
-    metrics.gauge("sojourn_pool_wanted", "Warm pods that there should be.", ("profile",), pools("wanted"))
-    metrics.gauge("sojourn_pool_creating", "Warm pods being made.", ("profile",), pools("creating"))
-    metrics.counter("sojourn_pool_misses", "First commands that found no warm pod.", ("profile",), pools("misses"))
-    metrics.counter("sojourn_pool_failures", "Warm pods that could not be made.", ("profile",), pools("failed"))
+    by_profile = ("profile",)
+    metrics.gauge("sojourn_pool_ready", "Warm pods ready to be claimed.", by_profile, pools("ready"))
+    metrics.gauge("sojourn_pool_pending", "Warm pods asked for and not ready.", by_profile, pools("pending"))
+    metrics.gauge(
+        "sojourn_pool_wanted", "Warm pods, ready and pending, that there should be.", by_profile, pools("wanted")
+    )
+    metrics.gauge("sojourn_pool_demand", "Pods claimed within the length of a start.", by_profile, pools("demand"))
+    metrics.gauge(
+        "sojourn_pool_utilisation",
+        "Pods claimed within the length of a start, by the warm pods there are; over 1: first commands wait.",
+        by_profile,
+        pools("utilisation"),
+    )
+    metrics.gauge("sojourn_pool_start_seconds", "How long a warm pod takes to start.", by_profile, pools("start_sec"))
+    metrics.counter("sojourn_pool_claims", "Warm pods claimed by this manager.", by_profile, pools("claims"))
+    metrics.counter("sojourn_pool_misses", "First commands that found no warm pod.", by_profile, pools("misses"))
+    metrics.counter("sojourn_pool_created", "Warm pods made by this manager.", by_profile, pools("created"))
+    metrics.counter("sojourn_pool_failures", "Warm pods that could not be made.", by_profile, pools("failed"))
+    metrics.gauge(
+        "sojourn_pool_leads", "1 where this manager is the one that refills.", (), lambda: {(): float(pool.leads)}
+    )
     metrics.counter(
         "sojourn_claims",
         "Sandboxes provided, from a warm pod or a cold one.",
@@ -299,7 +410,11 @@ async def _listen(
 
 
 async def _drain(services: Services, stop: Stop, config: ManagerConfig) -> None:
-    """New requests are refused; those under way may finish, but not where their pods end anyway."""
+    """Requests are taken for a while, by connections that then close. After it new ones are refused and those under way
+    may finish, but not where their pods end anyway."""
+    services.in_flight.leaving = True
+    if not stop.ends_pods:
+        await asyncio.sleep(config.leaving_sec)
     services.in_flight.ending = True
     if not stop.ends_pods and not await services.in_flight.drained(float(config.drain_sec)):
         log.warning("requests_cut_off", extra={"requests": services.in_flight.count})
@@ -316,12 +431,17 @@ async def _end_pods(core: Core, store: Store, providers: Mapping[str, Provider],
         return
     await core.sandboxes.close()
     await core.claims.close()
+    await core.longlived.close()
+    kept = [binding for binding in await store.list_bindings() if owned_by_name(binding.task_id) is not None]
+    await _each([partial(core.keeper.stop_for_good, binding) for binding in kept])
     bindings = [binding for binding in await store.list_bindings() if binding.state is BindingState.BOUND]
     await _each([partial(core.sandboxes.end, binding, "destroyed") for binding in bindings])
     left: list[Callable[[], Awaitable[object]]] = []
     for provider in providers.values():
         left += [partial(provider.delete, pod.name) for pod in await provider.list()]
     await _each(left)
+    if kept:
+        say(f"stopped   {len(kept)} long-lived sandboxes")
     say(f"ended     {len(bindings)} sandboxes, {len(left)} warm pods")
 
 

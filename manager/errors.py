@@ -11,6 +11,10 @@
     ├── NotFound                       404 not_found            (the same for what is not yours)
     ├── ProfileMismatch                409 profile_mismatch
     ├── SandboxReplaced                409 sandbox_replaced
+    ├── Conflict                       409 conflict
+    │   └── IllegalMove                409 conflict
+    ├── SandboxStopped                 409 sandbox_stopped
+    ├── SandboxStarting                409 sandbox_starting
     ├── NoTargetInRegion               409 no_target_in_region
     ├── TaskBoundElsewhere             409 task_bound_elsewhere
     ├── SandboxGone                    410 sandbox_gone         (details: reason, at)
@@ -23,9 +27,12 @@
     ├── OutcomeUnknown                 504 outcome_unknown      (details: id)
     ├── CapacityExhausted              503 capacity_exhausted   (details: what the data plane said)
     ├── Provisioning                   503 provisioning
+    │   └── WorkspaceAttaching         503 workspace_attaching
     ├── ImagePullFailed                503 image_pull_failed
     ├── IsolationUnavailable           503 isolation_unavailable
     ├── StoreUnavailable               503 store_unavailable
+    │   └── StoreUnsettled             503 store_unavailable
+    ├── TargetUnavailable              503 target_unavailable
     ├── ShuttingDown                   503 shutting_down
     └── ExecutorRefused                what the executor said, passed on with its own code and status
 
@@ -116,6 +123,32 @@ class SandboxReplaced(ManagerError):
     code, status = "sandbox_replaced", 409
 
 
+class Conflict(ManagerError):
+    """What is there does not go together with what was asked for. Nothing was changed."""
+
+    code, status = "conflict", 409
+
+
+class IllegalMove(Conflict):
+    """The sandbox's state does not allow that step. Nothing was changed. details: `state`."""
+
+    def __init__(self, sandbox_id: str, state: str, to: str) -> None:
+        super().__init__(f"a sandbox that is {state} cannot become {to}", sandbox_id=sandbox_id, state=str(state))
+
+
+class SandboxStopped(ManagerError):
+    """The sandbox is stopped, or about to be; nothing was run. Start it, or give it `autostart`. details: `state`."""
+
+    code, status = "sandbox_stopped", 409
+
+
+class SandboxStarting(ManagerError):
+    """The sandbox is being made or started; the same call a little later finds it. details: `state`."""
+
+    code, status, retryable = "sandbox_starting", 409, True
+    default_retry_after_sec = 2.0
+
+
 class NoTargetInRegion(ManagerError):
     """No target serves that region, and nothing runs anywhere else."""
 
@@ -147,7 +180,9 @@ class IdempotencyMismatch(ManagerError):
 
 
 class QuotaExceeded(ManagerError):
-    """The project holds all the sandboxes it may. Nothing was started."""
+    """The project holds all the sandboxes, or all the cpu or memory, that it may. Nothing was started.
+
+    details: `what` (slots, cpu or memory), `held`, `limit`, `free_in_sec` (None: nothing ends by itself)."""
 
     code, status, retryable = "quota_exceeded", 429, True
     default_retry_after_sec = 5.0
@@ -193,6 +228,12 @@ class Provisioning(ManagerError):
     default_retry_after_sec = 2.0
 
 
+class WorkspaceAttaching(Provisioning):
+    """The sandbox waits for the volume of its workspace; the same call a little later finds it."""
+
+    code = "workspace_attaching"
+
+
 class ImagePullFailed(ManagerError):
     """The profile's image cannot be had."""
 
@@ -209,6 +250,17 @@ class StoreUnavailable(ManagerError):
     """Redis does not answer or refuses writes. Running commands go on."""
 
     code, status, retryable = "store_unavailable", 503, True
+    default_retry_after_sec = 2.0
+
+
+class StoreUnsettled(StoreUnavailable):
+    """Redis is empty: what runs has to be found again before anything is started. Nothing was done."""
+
+
+class TargetUnavailable(ManagerError):
+    """The data plane's own interface does not answer or refuses. Sandboxes that have their pod go on."""
+
+    code, status, retryable = "target_unavailable", 503, True
     default_retry_after_sec = 2.0
 
 

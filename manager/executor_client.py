@@ -22,6 +22,7 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
+from executor.layerwire import LAYER_BASE_HEADER, LAYER_STATE_HEADER, LAYER_TYPE, LayerApplied
 from executor.wire import (
     CHUNK_BYTES,
     FRAMES_TYPE,
@@ -62,6 +63,7 @@ from manager.executor_answers import (
     refusal,
 )
 from manager.pod_http import CONNECT_SEC, Interrupted, PodConnections, dial_unix
+from manager.pod_layers import APPLIED_BYTES, SILENT_SEC, PodLayer, bounded
 from manager.pod_socket import MESSAGE_BYTES, PodSocket, refused_port, refused_upgrade
 
 MARGIN_SEC: Final = 30.0  # beyond a command's own timeout, for an executor that is busy
@@ -76,6 +78,7 @@ _REQUEST_HEADERS: Final = frozenset(
 )
 _ANSWER_HEADERS: Final = (
     "Accept-Ranges", "Content-Length", "Content-Range", "Content-Type", "ETag", "Last-Modified", OFFSET_HEADER,
+    LAYER_BASE_HEADER, LAYER_STATE_HEADER,
 )  # fmt: skip
 _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{0,256}\Z")
 _TARGET: Final = re.compile(r"/v1/[\x21-\x7e]*\Z")
@@ -218,6 +221,7 @@ class ExecutorClient:
         self._result = msgspec.json.Decoder(ExecResult)
         self._lease = msgspec.json.Decoder(LeaseInfo)
         self._health = msgspec.json.Decoder(Health)
+        self._applied = msgspec.json.Decoder(LayerApplied)
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -229,15 +233,17 @@ class ExecutorClient:
         body = self._encode(request)
         limit, total_sec = answer_limit(request), _total_sec(request)
         for last in (False, True):
+            channel = self._channel(pod)
             try:
-                with self._channel(pod) as channel:
+                with channel:
                     status, data = await channel.exec(body, limit, total_sec)
             except ExecutorNotReached as why:
                 if last:
                     raise _unknown(request, "the connection broke and the pod is not there any more") from why
                 raise
             except Interrupted as why:
-                if last or request.id is None:
+                # Closed here: the pod has ended. On a lost node it may take another connection, and never answer.
+                if last or request.id is None or channel.http.closed:
                     raise _unknown(request, f"the connection broke: {why}") from why
                 continue
             except (BadAnswer, TimeoutError) as why:
@@ -304,6 +310,56 @@ class ExecutorClient:
             return decoded(self._health, data)
         except BadAnswer as why:
             raise ExecutorUnreachable(f"the pod's health is unreadable: {why}") from None
+
+    # ── the workspace as layers ─────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def changes(self, pod: PodRef, since: str | None) -> AsyncIterator[PodLayer]:
+        """What has changed in the workspace since the state `since`, or all of it where that is None or not known."""
+        async with self._layer(pod, f"since={since}" if since is not None else "", since) as layer:
+            yield layer
+
+    @asynccontextmanager
+    async def written(self, pod: PodRef, since: str) -> AsyncIterator[PodLayer]:
+        """What file calls have changed since that state of theirs. Raises ExecutorRefused `conflict` where that is more
+        than the executor remembers."""
+        async with self._layer(pod, f"written={since}", since) as layer:
+            yield layer
+
+    @asynccontextmanager
+    async def _layer(self, pod: PodRef, query: str, since: str | None) -> AsyncIterator[PodLayer]:
+        async with self.forward(pod, "GET", "/v1/changes", query, {}, None, idle_sec=SILENT_SEC) as answer:
+            if answer.status != 200:
+                raise ExecutorUnreachable(f"the pod answered {answer.status} instead of a layer")
+            base, state = (answer.headers.get(name, "") for name in (LAYER_BASE_HEADER, LAYER_STATE_HEADER))
+            layer = PodLayer(base, state, answer.body)
+            if layer.base not in (None, since):
+                raise ExecutorUnreachable("the pod sent a layer of something else than what was asked for")
+            yield layer
+
+    async def apply_layer(
+        self,
+        pod: PodRef,
+        chunks: AsyncIterator[bytes],
+        *,
+        sha256: str,
+        last: bool,
+        max_bytes: int,
+        max_entries: int,
+        as_command_user: bool = False,
+    ) -> LayerApplied:
+        """Lays a layer over the workspace of a pod that nobody uses yet. After an error the pod has a part of it and is
+        to be thrown away. Raises what `chunks` raises as well."""
+        query = f"sha256={sha256}&last={'true' if last else 'false'}&max_bytes={max_bytes}&max_entries={max_entries}"
+        query += "&as_command_user=true" if as_command_user else ""
+        headers = {"Content-Type": LAYER_TYPE}
+        async with self.forward(pod, "PUT", "/v1/layers", query, headers, chunks, idle_sec=SILENT_SEC) as answer:
+            if answer.status != 200:
+                raise ExecutorUnreachable(f"the pod answered {answer.status} to a layer")
+            try:
+                return decoded(self._applied, await bounded(answer.body, APPLIED_BYTES))
+            except BadAnswer as why:
+                raise ExecutorUnreachable(f"what the pod says of a layer is unreadable: {why}") from None
 
     # ── everything that is passed on as it is ───────────────────────────────────────────────────────────────────
 

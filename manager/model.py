@@ -5,12 +5,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import secrets
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-from manager.errors import InvalidTaskId
+from manager.errors import (
+    CapacityExhausted,
+    IllegalMove,
+    ImagePullFailed,
+    InvalidTaskId,
+    ManagerError,
+    Provisioning,
+    WorkspaceAttaching,
+)
 
 TASK_ID_MAX_BYTES: Final = 512
 
@@ -59,6 +68,7 @@ class Principal(msgspec.Struct, frozen=True):
     role: Role
     key_id: str
     member: str | None = None
+    address: str = ""  # the network address that the request came from, for the audit log
 
 
 class LeaseTerms(msgspec.Struct, frozen=True):
@@ -69,38 +79,97 @@ class LeaseTerms(msgspec.Struct, frozen=True):
     max_sec: float  # no heartbeat carries a pod past this age
 
 
+class ClusterPod(msgspec.Struct, frozen=True, kw_only=True):
+    """What only the pods of a cluster have: the target's word, or the profile's own instead of it."""
+
+    tier: Literal["split", "single"] = "split"
+    user_namespace: bool = False  # the pod's root is nobody on its node
+    runtime_class: str | None = None
+    executor_image: str | None = None  # by digest; the executor is copied in from it. None: the image has its own
+    workspace: Literal["scratch", "volume"] = "scratch"  # on the node's disk, or on a volume that lives as the pod does
+    storage_class: str | None = None  # of a volume; None: the cluster's default
+    pull_secrets: tuple[str, ...] = ()
+    priority_class: str | None = None
+    node_selector: tuple[tuple[str, str], ...] = ()
+    resolvers: tuple[str, ...] = ()  # name servers of pods with a network
+
+
+class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
+    """How many warm pods an operator wants, and what they are to be sized by."""
+
+    min: int
+    max: int
+    utilisation: float = 0.7  # what is claimed within the length of a start, by the size of the pool
+    shrink_sec: float = 600.0  # after which nothing is left of a peak; held for a half of it
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """An operator's named recipe for a pod. No request can change a field of it."""
 
     name: str
-    image: str = "host"  # local target: `host` is this machine's own system, read-only
-    isolation: str = "namespaces"  # or `none`, only with --insecure-no-isolation
+    image: str = "host"  # local target: this machine's own system, read-only, or an image on its disk (docs/local.md)
+    isolation: str = "namespaces"  # or `gvisor`; `none`, only with --insecure-no-isolation
     cpu: float | None = 1.0  # cores
     memory_bytes: int | None = 1 << 30
     pids: int | None = 512
-    disk_bytes: int | None = None  # of the workspace; None: unbounded. A target that cannot bound it refuses
-    network: str = "none"
+    disk_bytes: int | None = None  # of /workspace and /tmp; None: unbounded. A target that cannot bound it refuses
+    network: str = "none"  # or `outbound`: public addresses only; in a cluster also a class of its network policies
+    bandwidth_bytes_sec: int = 16 << 20  # each way, of a pod with a network
+    connections: int = 256  # at once, of a pod with a network
     users: tuple[str, ...] = ("sandbox",)
+    keep_workspace: bool = True  # a task's workspace is kept when its pod is reclaimed, and is in its next one
+    write_through: bool = True  # what a file call changes is durable before it answers, where workspaces are kept
     pool_min: int = 2
-    pool_max: int = 16
+    pool_max: int | None = None  # None: `pool_min`, a pool of a fixed size
+    pool_utilisation: float = 0.7
+    pool_shrink_sec: float = 600.0
     target: str = "here"
     active_sec: float | None = None  # None: the configuration's
     idle_sec: float | None = None
     max_sec: float | None = None
+    cluster: ClusterPod | None = None  # of a profile whose target is a cluster
+
+    @property
+    def pool(self) -> PoolSize:
+        return PoolSize(
+            min=self.pool_min,
+            max=self.pool_min if self.pool_max is None else self.pool_max,
+            utilisation=self.pool_utilisation,
+            shrink_sec=self.pool_shrink_sec,
+        )
 
     @property
     def revision(self) -> str:
         """Changes when anything about the pod changes: pool pods of another revision are replaced, never claimed."""
-        pod_fields = (
+        pod_fields: tuple[object, ...] = (
             self.image, self.isolation, self.cpu, self.memory_bytes, self.pids, self.disk_bytes, self.network,
-            self.users,
+            self.users, self.bandwidth_bytes_sec, self.connections,
         )  # fmt: skip
+        if self.cluster is not None:
+            pod_fields += (self.cluster,)
         return hashlib.sha256(msgspec.json.encode(pod_fields)).hexdigest()[:16]
 
 
 class PodState(StrEnum):
     IDLE = "idle"  # of the warm pool, nobody's
     CLAIMED = "claimed"  # ran, or may run, a tenant's code: destroyed afterwards, never idle again
+
+
+class PodWaits(msgspec.Struct, frozen=True):
+    """What a pod that is not ready waits for: an error's code, and the data plane's own words."""
+
+    code: Literal["provisioning", "capacity_exhausted", "image_pull_failed", "workspace_attaching"]
+    words: str
+
+    def error(self) -> ManagerError:
+        """To whoever asked for the pod."""
+        if self.code == "capacity_exhausted":
+            return CapacityExhausted(f"the cluster has no room for the sandbox's pod: {self.words}")
+        if self.code == "image_pull_failed":
+            return ImagePullFailed(f"the profile's image cannot be pulled: {self.words}")
+        if self.code == "workspace_attaching":
+            return WorkspaceAttaching(f"the sandbox waits for its workspace's volume: {self.words}")
+        return Provisioning(f"the sandbox's pod waits for {self.words}")
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +184,10 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool  # its executor has answered
     deleting: bool = False
     created_at: float  # seconds since the epoch
+    serial: int = 0  # of two pictures of one pod the higher is the later; 0: cannot be told
+    waits: PodWaits | None = None  # where it is not ready
+    image_digest: str = ""  # `sha256:...` of what it really runs on; "" where that has none, or is not known yet
+    ending: str = ""  # of one that is being deleted: why, as PodEnded's reason, where that is known
 
     @property
     def state(self) -> PodState:
@@ -128,17 +201,81 @@ class PodEnded(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # seconds since the epoch
 
 
+class SandboxState(StrEnum):
+    """Of a long-lived sandbox. It outlives its pods, so that it can be without one."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    STARTING = "starting"
+    FAILED = "failed"  # its pod was lost, or none could be made; its last checkpoint can be started
+    DESTROYED = "destroyed"
+
+
+_S: Final = SandboxState
+MOVES: Final[Mapping[SandboxState, frozenset[SandboxState]]] = {
+    _S.CREATING: frozenset({_S.RUNNING, _S.FAILED, _S.DESTROYED}),
+    _S.RUNNING: frozenset({_S.STOPPING, _S.FAILED, _S.DESTROYED}),
+    _S.STOPPING: frozenset({_S.STOPPED, _S.RUNNING, _S.FAILED, _S.DESTROYED}),  # running again: it could not be kept
+    _S.STOPPED: frozenset({_S.STARTING, _S.DESTROYED}),
+    _S.STARTING: frozenset({_S.RUNNING, _S.STOPPED, _S.FAILED, _S.DESTROYED}),
+    _S.FAILED: frozenset({_S.STARTING, _S.RUNNING, _S.DESTROYED}),  # running: its pod was there after all
+    _S.DESTROYED: frozenset(),
+}
+
+
+class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A long-lived sandbox as it is kept outside of Redis. Times are seconds since the epoch."""
+
+    owner: Owner
+    sandbox_id: str
+    profile: str
+    target: str
+    autostop_sec: int
+    ttl_sec: int  # from its creation, also while it is stopped
+    created_at: float
+    autostart: bool = False
+    name: str = ""
+    env: dict[str, str] = {}
+    metadata: dict[str, str] = {}
+    state: SandboxState = SandboxState.CREATING
+    reason: str = ""  # why it is in this state, for people and programs: "created", "idle", "oom", ...
+    since: float = 0.0
+    member: str | None = None  # who made it
+    fingerprint: str = ""  # of what was asked for, under an idempotency key
+
+    @property
+    def expires_at(self) -> float:
+        return self.created_at + self.ttl_sec
+
+
+def moved(record: SandboxRecord, to: SandboxState, reason: str, at: float) -> SandboxRecord:
+    """Raises IllegalMove unless the state may become `to`."""
+    if to not in MOVES[record.state]:
+        raise IllegalMove(record.sandbox_id, record.state, to)
+    return msgspec.structs.replace(record, state=to, reason=reason, since=at)
+
+
 class BindingState(StrEnum):
     CLAIMING = "claiming"  # somebody with `token` is providing a pod
     BOUND = "bound"
+    CLOSING = "closing"  # its workspace is being kept, then its pod ends; it takes no calls any more
     ENDED = "ended"  # the pod is gone; kept for what the next answer has to say
 
 
+class Load(msgspec.Struct, frozen=True):
+    """What a sandbox may use at most, as its profile says, or a project in all."""
+
+    cpu: float | None = None  # cores; None: not said
+    memory_bytes: int | None = None
+
+
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """A task's sandbox and the pod under it. `(owner, task_id)` finds exactly one."""
+    """A sandbox and the pod under it. `(owner, task_id)` finds exactly one."""
 
     owner: Owner
-    task_id: str
+    task_id: str  # or the `own_name` of a sandbox that no task made
     sandbox_id: str
     state: BindingState
     token: str  # of the claim; every later write compares it
@@ -150,6 +287,24 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0  # of this pod's claim, seconds since the epoch
     previous: PodEnded | None = None  # how the pod before this one ended
     ended: PodEnded | None = None  # how this one did
+    terms: LeaseTerms | None = None  # of its lease; None: its profile's
+
+
+# ── what finds a sandbox ────────────────────────────────────────────────────────────────────────────────────────
+
+_OWN: Final = "\0"  # no task id holds it, so no task can be called like this
+
+
+def own_name(sandbox_id: str) -> str:
+    """What stands in a task id's place where no task made the sandbox: it is found by its own id.
+
+    Everything that is keyed by owner and task id serves sandboxes of either kind so."""
+    return _OWN + sandbox_id
+
+
+def owned_by_name(name: str) -> str | None:
+    """The sandbox id of an `own_name`; None for a task id."""
+    return name[1:] if name.startswith(_OWN) else None
 
 
 def check_task_id(task_id: str) -> str:

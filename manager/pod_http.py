@@ -179,6 +179,10 @@ class PodConnections:
     def open(self) -> int:
         return len(self._all)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     async def call(self, head: bytes, body: bytes, limit: int, total_sec: float) -> tuple[int, bytes]:
         """Sends one request, `head` complete with its empty line; (status, body) of its answer.
 

@@ -17,10 +17,11 @@ from typing import Any, Final, TextIO
 import uvloop
 
 from manager import datadir
-from manager.app import Manager, Stop, open_store, running
+from manager.app import Manager, Stop, open_objects_of, open_store, running
 from manager.config import DEFAULT_PROFILE, BadConfig, ManagerConfig, ProjectPolicy
 from manager.errors import InvalidRequest, ManagerError, Unauthenticated
 from manager.model import Owner, Role
+from manager.services.audit import Audit
 from manager.services.tenants import Tenants
 from manager.store.embedded import EmbeddedStoreError
 
@@ -163,7 +164,7 @@ async def _pool_filled(manager: Manager, tell: Callable[..., None]) -> None:
     while time.monotonic() < moved_at + manager.config.start_limit_sec and not manager.loops.done():
         views = manager.core.pool.views()
         ready, wanted = sum(view.ready for view in views), sum(view.wanted for view in views)
-        if ready != told or any(view.creating for view in views):
+        if ready != told or any(view.pending for view in views):
             moved_at = time.monotonic()
         if ready != told:
             tell(f"pool      {ready} of {wanted} sandboxes warm")
@@ -223,7 +224,11 @@ def _greet(config: ManagerConfig, manager: Manager, address: str, key: str, tell
 async def _keys(config: ManagerConfig, arguments: argparse.Namespace, tell: Callable[..., None]) -> int:
     async with AsyncExitStack() as stack:
         store = await open_store(config, stack, lambda _line: None)
-        tenants = Tenants(store, (config.key_pepper or "").encode())
+        objects = await open_objects_of(config, stack, lambda _line: None)
+        audit = Audit(store)
+        stack.push_async_callback(audit.close)
+        tenants = Tenants(store, objects, (config.key_pepper or "").encode(), audit=audit)
+        stack.push_async_callback(tenants.close)
         if arguments.action == "create":
             expires = None if arguments.expires_in_sec is None else time.time() + arguments.expires_in_sec
             owner = Owner(arguments.tenant, arguments.project)
@@ -234,12 +239,12 @@ async def _keys(config: ManagerConfig, arguments: argparse.Namespace, tell: Call
             tell(key)
             return 0
         if arguments.action == "revoke":
-            if not await store.delete_key(arguments.key_id):
+            if not await tenants.revoke_any(arguments.key_id):
                 tell(f"sojourn-server: there is no key {arguments.key_id}", sys.stderr)
                 return 1
             tell(f"revoked {arguments.key_id}")
             return 0
-        for record in await store.list_keys(None):
+        for record in await tenants.every_key():
             if arguments.tenant in (None, record.tenant) and arguments.project in (None, record.project):
                 owner = Owner(record.tenant, record.project)
                 tell(f"{record.key_id}  {owner}  {record.role}  {record.member or '-'}  {record.name}")

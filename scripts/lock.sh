@@ -13,13 +13,18 @@ else
     exit 1
 fi
 
-compile() {
+resolve() {
     "$uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --only-binary :all: \
-        --no-emit-index-url --no-emit-find-links --no-header --no-annotate \
-        pyproject.toml sdk/pyproject.toml --extra manager --extra local "$@" >/dev/null
+        --no-emit-index-url --no-emit-find-links --no-header --no-annotate "$@" >/dev/null
 }
+
+compile() { resolve pyproject.toml sdk/pyproject.toml --extra manager --extra kubernetes --extra local "$@"; }
 
 compile "${@}" --group build --output-file requirements/run.txt
 # What runs in development is what is tested: dev.txt takes run.txt's versions over.
 compile "${@}" --group dev --constraint requirements/run.txt --output-file requirements/dev.txt
+# Other servers that the benchmark runs beside ours, each in an environment of its own.
+for peer in benchmarks/peers/requirements-*.in; do
+    resolve "${@}" "$peer" --output-file "${peer%.in}.txt"
+done
 grep -c == requirements/run.txt requirements/dev.txt

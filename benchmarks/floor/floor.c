@@ -1,15 +1,19 @@
 // The floor that the executor is measured against: the least that an HTTP server which runs commands can do.
 //
 // One epoll loop answers HTTP/1.1 with keep-alive; the commands are spawned by helper processes that became the
-// command user once, at the start, so that each spawn is a plain vfork and exec. Server and helper speak over a
+// command user once, at the start, so that each spawn is a plain vfork and exec; what is streamed is spawned by the
+// server itself, and becomes the command user between the two. Server and helper speak over a
 // SEQPACKET socketpair, one message a request and one an answer. No authentication, no limits, no logs, no timeouts:
 // it is a yardstick and must never be reachable by others.
 //
 //   POST /v1/exec {"command": ["true"]}    -> {"exit_code":0,"stdout":"","stderr":""}
 //   same, Accept: ...sojourn.frames        -> the output in frames, by a plain copy loop (it blocks everything else)
+//   same, Accept: application/octet-stream -> the output's bytes as they are, likewise
+//   PUT  /v1/files?path=NAME               -> the body into a file, and
+//   GET  /v1/files?path=NAME               -> the file, each by a plain copy loop between socket and file
 //   GET  /healthz                          -> {"status":"ok"}
 //
-// usage: floor (--tcp PORT | --unix PATH) [--user UID:GID] [--helpers N]
+// usage: floor (--tcp PORT | --unix PATH) [--user UID:GID] [--helpers N] [--files DIRECTORY]
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -27,6 +31,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/un.h>
@@ -41,7 +46,11 @@ enum {
     KEPT_BYTES = 32768,  // of each stream, so that an answer fits one message
     MESSAGE_BYTES = 2 * KEPT_BYTES + 64,
     COPY_BYTES = 65536,  // one frame's worth, as the executor's
+    BULK_BYTES = 262144,  // where nothing is framed
+    COMMANDS_NICE = 10,  // this and the next as the executor's
 };
+
+static const char AUTOGROUP_NICE[] = "5";
 
 static char *const COMMAND_ENV[] = {"PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/", "LANG=C.UTF-8", NULL};
 
@@ -52,7 +61,25 @@ static void die(const char *what) {
 
 // ── spawning ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-static int null_fd = -1;
+static int null_fd = -1, is_helper, change_user;
+static uid_t user_uid;
+static gid_t user_gid;
+
+// Commands give way to other work, as the executor's do: else the two could not be compared on a busy machine.
+static void give_way(void) {
+    setsid();
+    setpriority(PRIO_PROCESS, 0, COMMANDS_NICE);
+    int file = open("/proc/self/autogroup", O_WRONLY | O_CLOEXEC);  // none where the kernel knows none
+    if (file < 0) return;
+    if (write(file, AUTOGROUP_NICE, 1) < 0) perror("autogroup");
+    close(file);
+}
+
+// For good: whatever is started from here on is the command user's.
+static int become_user(void) {
+    if (change_user && (setgroups(0, NULL) < 0 || setgid(user_gid) < 0 || setuid(user_uid) < 0)) return -1;
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+}
 
 // The new process's pid; out and err are the read ends of its pipes. -1 where no process could be made.
 static pid_t spawn(char **argv, int *out, int *err) {
@@ -64,7 +91,9 @@ static pid_t spawn(char **argv, int *out, int *err) {
     }
     pid_t pid = vfork();
     if (pid == 0) {
-        setsid();
+        if (is_helper) setpgid(0, 0);
+        else give_way();
+        if (!is_helper && become_user() < 0) _exit(126);
         dup2(null_fd, 0), dup2(outs[1], 1), dup2(errs[1], 2);
         signal(SIGPIPE, SIG_DFL);  // vfork shares memory, not signal dispositions
         execvpe(argv[0], argv, COMMAND_ENV);
@@ -169,9 +198,10 @@ static void start_command(int epoll, int sock, char *message, ssize_t length) {
     }
 }
 
-static void help(int sock, uid_t uid, gid_t gid, int change_user) {
-    if (change_user && (setgroups(0, NULL) < 0 || setgid(gid) < 0 || setuid(uid) < 0)) die("becoming the command user");
-    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0) die("no_new_privs");
+static void help(int sock) {
+    is_helper = 1;
+    give_way();
+    if (become_user() < 0) die("becoming the command user");
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // after setuid, which clears it
     int epoll = epoll_create1(EPOLL_CLOEXEC);
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = SOCKET_EVENT};
@@ -300,22 +330,40 @@ static void write_whole(int fd, struct iovec *parts, int count) {
     }
 }
 
-// The output as it comes, in the executor's framing: the reference for output throughput.
-static void stream(int fd, char *arguments, size_t length) {
-    static char data[COPY_BYTES];
-    char *argv[MAX_ARGS + 1], head[160];
-    int count = 0, out, err, status = 0;
-    for (char *at = arguments; at < arguments + length && count < MAX_ARGS; at += strlen(at) + 1) argv[count++] = at;
-    argv[count] = NULL;
+// A socket that a copy loop blocks on, and back.
+static int blocking(int fd) {
     int flags = fcntl(fd, F_GETFL);
     fcntl(fd, F_SETFL, flags & ~O_NONBLOCK);
-    pid_t pid = spawn(argv, &out, &err);
-    if (pid < 0) return;
+    return flags;
+}
+
+static void write_text(int fd, const char *text) {
+    struct iovec part = {(char *)text, strlen(text)};
+    write_whole(fd, &part, 1);
+}
+
+// The read end of the command's output, with a pipe as wide as the executor's; -1 where no process could be made.
+static int start_stream(char *arguments, size_t length, pid_t *pid, int *err) {
+    char *argv[MAX_ARGS + 1];
+    int count = 0, out = -1;
+    for (char *at = arguments; at < arguments + length && count < MAX_ARGS; at += strlen(at) + 1) argv[count++] = at;
+    argv[count] = NULL;
+    *pid = spawn(argv, &out, err);
+    if (*pid < 0) return -1;
     fcntl(out, F_SETPIPE_SZ, 1 << 20);
-    int bytes = sprintf(head, "HTTP/1.1 200 OK\r\nContent-Type: application/vnd.sojourn.frames\r\n"
-                              "Transfer-Encoding: chunked\r\n\r\n");
-    struct iovec opening = {head, (size_t)bytes};
-    write_whole(fd, &opening, 1);
+    return out;
+}
+
+// The output as it comes, in the executor's framing: the reference for output in frames.
+static void stream_frames(int fd, char *arguments, size_t length) {
+    static char data[COPY_BYTES];
+    char head[32], exit_json[64];
+    int err, status = 0, bytes;
+    pid_t pid;
+    int out = start_stream(arguments, length, &pid, &err);
+    if (out < 0) return;
+    write_text(fd, "HTTP/1.1 200 OK\r\nContent-Type: application/vnd.sojourn.frames\r\n"
+                   "Transfer-Encoding: chunked\r\n\r\n");
     uint64_t offset = 0;
     for (ssize_t got; (got = read(out, data, sizeof data)) > 0; offset += (uint64_t)got) {
         unsigned char frame[13] = {2};
@@ -327,12 +375,76 @@ static void stream(int fd, char *arguments, size_t length) {
     }
     close(out), close(err);
     waitpid(pid, &status, 0);
-    char exit_json[64];
     int json_bytes = sprintf(exit_json, "{\"type\":\"exit\",\"exit_code\":%d}", exit_code(status));
     unsigned char frame[5] = {6, 0, 0, 0, (unsigned char)json_bytes};
     bytes = sprintf(head, "%x\r\n", json_bytes + 5);
     struct iovec parts[4] = {{head, (size_t)bytes}, {frame, 5}, {exit_json, (size_t)json_bytes}, {"\r\n0\r\n\r\n", 7}};
     write_whole(fd, parts, 4);
+}
+
+// The output's bytes as they are: the reference for raw output.
+static void stream_raw(int fd, char *arguments, size_t length) {
+    static char data[BULK_BYTES];
+    char head[32];
+    int err, status;
+    pid_t pid;
+    int out = start_stream(arguments, length, &pid, &err);
+    if (out < 0) return;
+    write_text(fd, "HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n");
+    for (ssize_t got; (got = read(out, data, sizeof data)) > 0;) {
+        int bytes = sprintf(head, "%zx\r\n", (size_t)got);
+        struct iovec parts[3] = {{head, (size_t)bytes}, {data, (size_t)got}, {"\r\n", 2}};
+        write_whole(fd, parts, 3);
+    }
+    close(out), close(err);
+    waitpid(pid, &status, 0);
+    write_text(fd, "0\r\n\r\n");
+}
+
+// ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+static int files_directory = -1;
+static char bulk[BULK_BYTES];
+
+static int open_named(const char *request, const char *before, int flags) {
+    char name[128];
+    if (files_directory < 0 || sscanf(request + strlen(before), "%127[A-Za-z0-9_]", name) != 1) return -1;
+    return openat(files_directory, name, flags | O_CLOEXEC | O_NOFOLLOW, 0644);
+}
+
+// `have` bytes of the body came with the head; the rest is read from the socket as it comes.
+static void take_file(int fd, const char *request, size_t length, const char *body, size_t have) {
+    int file = open_named(request, "PUT /v1/files?path=", O_WRONLY | O_CREAT | O_TRUNC), flags = blocking(fd);
+    size_t left = length - have;
+    int good = file >= 0 && write(file, body, have) == (ssize_t)have;
+    while (left) {
+        ssize_t got = recv(fd, bulk, left < sizeof bulk ? left : sizeof bulk, 0);
+        if (got <= 0) break;
+        left -= (size_t)got;
+        good = good && write(file, bulk, (size_t)got) == got;
+    }
+    if (file >= 0) close(file);
+    fcntl(fd, F_SETFL, flags);
+    reply(fd, good && !left ? 200 : 400, "{}", 2);
+}
+
+static void give_file(int fd, const char *request) {
+    char head[96];
+    struct stat status;
+    int file = open_named(request, "GET /v1/files?path=", O_RDONLY);
+    if (file < 0 || fstat(file, &status) < 0) {
+        if (file >= 0) close(file);
+        reply(fd, 404, "{}", 2);
+        return;
+    }
+    int flags = blocking(fd);
+    sprintf(head, "HTTP/1.1 200 OK\r\nContent-Length: %lld\r\n\r\n", (long long)status.st_size);
+    write_text(fd, head);
+    for (ssize_t got; (got = read(file, bulk, sizeof bulk)) > 0;) {
+        struct iovec part = {bulk, (size_t)got};
+        write_whole(fd, &part, 1);
+    }
+    close(file);
     fcntl(fd, F_SETFL, flags);
 }
 
@@ -344,6 +456,10 @@ static void handle(uint32_t id, char *request, char *body) {
         reply(fd, 200, "{\"status\":\"ok\"}", 15);
         return;
     }
+    if (!strncmp(request, "GET /v1/files?path=", 19)) {
+        give_file(fd, request);
+        return;
+    }
     memcpy(message, &id, 4);
     size_t length = strncmp(request, "POST /v1/exec ", 14) ? 0 : command_of(body, message + 4);
     if (!length) {
@@ -351,8 +467,11 @@ static void handle(uint32_t id, char *request, char *body) {
         return;
     }
     body[-1] = 0;  // ends the header where strcasestr looks
-    if (strcasestr(request, "\r\nAccept: application/vnd.sojourn.frames")) {
-        stream(fd, message + 4, length);
+    int frames = strcasestr(request, "\r\nAccept: application/vnd.sojourn.frames") != NULL;
+    if (frames || strcasestr(request, "\r\nAccept: application/octet-stream")) {
+        int flags = blocking(fd);
+        (frames ? stream_frames : stream_raw)(fd, message + 4, length);
+        fcntl(fd, F_SETFL, flags);
         return;
     }
     if (send(helpers[turn++ % (unsigned)helper_count], message, length + 4, MSG_NOSIGNAL) < 0) die("helper");
@@ -378,7 +497,13 @@ static void take_request(uint32_t id) {
     if (!end) return;
     char *length_at = strcasestr(c->data, "\r\nContent-Length:");
     size_t length = length_at && length_at < end ? strtoul(length_at + 17, NULL, 10) : 0;
-    if ((size_t)(end + 4 - c->data) + length > c->got) return;
+    size_t have = c->got - (size_t)(end + 4 - c->data);
+    if (!strncmp(c->data, "PUT /v1/files?path=", 19)) {
+        c->got = 0;
+        take_file(c->fd, c->data, length, end + 4, have < length ? have : length);
+        return;
+    }
+    if (have < length) return;
     c->got = 0;  // no pipelining: the next request comes after this one's answer
     handle(id, c->data, end + 4);
 }
@@ -420,16 +545,19 @@ static void accept_all(int epoll, int listener) {
 
 int main(int argc, char **argv) {
     const char *port = NULL, *path = NULL;
-    unsigned uid = 0, gid = 0;
-    int change_user = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
         if (!strcmp(argv[i], "--tcp")) port = argv[i + 1];
         else if (!strcmp(argv[i], "--unix")) path = argv[i + 1];
-        else if (!strcmp(argv[i], "--user")) change_user = sscanf(argv[i + 1], "%u:%u", &uid, &gid) == 2;
+        else if (!strcmp(argv[i], "--user")) change_user = sscanf(argv[i + 1], "%u:%u", &user_uid, &user_gid) == 2;
         else if (!strcmp(argv[i], "--helpers")) helper_count = atoi(argv[i + 1]);
+        else if (!strcmp(argv[i], "--files")) {
+            files_directory = open(argv[i + 1], O_PATH | O_DIRECTORY | O_CLOEXEC);
+            if (files_directory < 0) die(argv[i + 1]);
+        }
     }
     if (!port == !path || helper_count < 1 || helper_count > MAX_HELPERS) {
-        fprintf(stderr, "usage: floor (--tcp PORT | --unix PATH) [--user UID:GID] [--helpers 1..%d]\n", MAX_HELPERS);
+        fprintf(stderr, "usage: floor (--tcp PORT | --unix PATH) [--user UID:GID] [--helpers 1..%d] [--files DIRECTORY]\n",
+                MAX_HELPERS);
         return 2;
     }
     signal(SIGPIPE, SIG_IGN);
@@ -449,7 +577,7 @@ int main(int argc, char **argv) {
         if (pid == 0) {
             for (int other = 0; other < i; other++) close(helpers[other]);
             close(pair[0]);
-            help(pair[1], uid, gid, change_user);
+            help(pair[1]);
         }
         close(pair[1]);
         helpers[i] = pair[0];

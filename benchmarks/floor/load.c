@@ -14,6 +14,10 @@
 //   --until-stdin-ends  stop early, when stdin is closed
 //   --stall-sec N       give up when nothing at all arrives for so long (30)
 //   --frames            one request whose answer is a stream of frames: count its output, check that nothing is missing
+//   --bulk              one request after the other (--count N in all, else one) whose answers are long: count their
+//                       bytes (each must have --expect-bytes N), take the time to the first one and to the last
+//   --upload N          with --bulk: the request's body is N bytes of a fixed pattern
+//   --verify            with --bulk: the answers' bytes must be that pattern
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -34,13 +38,13 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_CONNECTIONS = 4096, MAX_ANSWER_BYTES = 1 << 22, READ_BYTES = 1 << 18 };
+enum { MAX_CONNECTIONS = 4096, MAX_ANSWER_BYTES = 1 << 22, READ_BYTES = 1 << 18, PATTERN_BYTES = (1 << 20) - 3 };
 
 static const char *port, *unix_path, *method = "GET", *path = "/healthz", *body = "", *expect = "";
 static char headers[8192];
-static int connection_count = 1, frames, until_stdin_ends;
+static int connection_count = 1, frames, bulk, verify, until_stdin_ends;
 static double measure_sec = 1, warmup_sec, stall_sec = 30, pace_ms;
-static long request_count;
+static long request_count, expect_bytes = -1, upload_bytes = -1;
 
 static void fail(const char *what) {
     fprintf(stderr, "load: %s: %s\n", what, errno ? strerror(errno) : "failed");
@@ -53,7 +57,8 @@ static uint64_t now_ns(void) {
     return (uint64_t)at.tv_sec * 1000000000u + (uint64_t)at.tv_nsec;
 }
 
-static int connected(void) {
+// With `type` SOCK_NONBLOCK a TCP connection may still be under way: a server with a short backlog lets one wait.
+static int connected(int type) {
     int fd, one = 1, done;
     if (unix_path) {
         struct sockaddr_un at = {.sun_family = AF_UNIX};
@@ -63,9 +68,10 @@ static int connected(void) {
     } else {
         struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(port))};
         at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | type, 0);
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
         done = connect(fd, (struct sockaddr *)&at, sizeof at);
+        if (done < 0 && errno == EINPROGRESS) done = 0;
     }
     if (fd < 0 || done < 0) fail("connect");
     return fd;
@@ -86,8 +92,10 @@ static char *numbered(const char *text, long number) {
 
 static char *request_for(long number, size_t *length) {
     char *text = numbered(body, number), *whole = NULL;
-    int made = asprintf(&whole, "%s %s HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %zu\r\n\r\n%s", method, path,
-                        headers, strlen(text), text);
+    size_t bytes = upload_bytes >= 0 ? (size_t)upload_bytes : strlen(text);
+    char sized[48] = "";  // no GET without a body says that it has none
+    if (bytes || strcmp(method, "GET")) snprintf(sized, sizeof sized, "Content-Length: %zu\r\n", bytes);
+    int made = asprintf(&whole, "%s %s HTTP/1.1\r\nHost: localhost\r\n%s%s\r\n%s", method, path, headers, sized, text);
     if (made < 0) fail("memory");
     *length = (size_t)made;
     free(text);
@@ -102,7 +110,7 @@ static long whole_answer(char *data, long got, int *status, char **text, long *l
     data[got] = 0;
     char *end = strstr(data, "\r\n\r\n");
     if (!end) return got > 65536 ? -1 : 0;
-    if (sscanf(data, "HTTP/1.1 %d", status) != 1) return -1;
+    if (sscanf(data, "HTTP/1.%*d %d", status) != 1) return -1;
     char *at = end + 4, *sized = strcasestr(data, "\r\nContent-Length:"), *chunked = strcasestr(data, "\r\nTransfer-Encoding: chunked");
     *text = at;
     if (sized && sized < end) {
@@ -134,7 +142,7 @@ static long whole_answer(char *data, long got, int *status, char **text, long *l
 // ── many small requests ────────────────────────────────────────────────────────────────────────────────────────
 
 struct connection {
-    int fd;
+    int fd, connecting;
     char *request;
     long number, got, room;
     size_t length;
@@ -143,6 +151,7 @@ struct connection {
 };
 
 static struct connection connections[MAX_CONNECTIONS];
+static int epoll;
 static uint64_t *latencies_ns;
 static long measured, room, sent, finished, errors;
 static char first_error[400];
@@ -161,7 +170,29 @@ static void send_next(struct connection *c) {
         c->request = request_for(sent, &c->length);
     }
     c->number = sent++, c->got = 0, c->due_ns = 0, c->started_ns = now_ns();
+    if (c->fd < 0) {  // a server that hangs up after each answer makes its callers pay for the connection too
+        c->fd = connected(SOCK_NONBLOCK), c->connecting = 1;
+        struct epoll_event event = {.events = EPOLLIN | EPOLLOUT, .data.u32 = (uint32_t)(c - connections)};
+        epoll_ctl(epoll, EPOLL_CTL_ADD, c->fd, &event);
+        return;
+    }
     if (send(c->fd, c->request, c->length, MSG_NOSIGNAL) != (ssize_t)c->length) fail("send");
+}
+
+static void send_on_new(struct connection *c) {
+    int error = 0;
+    socklen_t size = sizeof error;
+    getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if ((errno = error)) fail("connect");
+    c->connecting = 0;
+    struct epoll_event event = {.events = EPOLLIN, .data.u32 = (uint32_t)(c - connections)};
+    epoll_ctl(epoll, EPOLL_CTL_MOD, c->fd, &event);
+    if (send(c->fd, c->request, c->length, MSG_NOSIGNAL) != (ssize_t)c->length) fail("send");
+}
+
+static int is_last(const char *head) {
+    const char *end = strstr(head, "\r\n\r\n"), *closes = strcasestr(head, "\r\nConnection: close");
+    return !strncmp(head, "HTTP/1.0", 8) || (closes && closes < end);
 }
 
 static void keep(uint64_t ns) {
@@ -201,6 +232,10 @@ static int take(struct connection *c, uint64_t measure_from_ns) {
     char *expected = numbered(expect, c->number);
     if (status != 200 || !memmem(text, (size_t)length, expected, strlen(expected))) wrong(status == 200 ? "unexpected" : "status", c->data, c->got);
     free(expected);
+    if (is_last(c->data)) {
+        close(c->fd);
+        c->fd = -1;
+    }
     if (now >= measure_from_ns) keep(now - c->started_ns);
     return 1;
 }
@@ -217,9 +252,9 @@ static double percentile_us(double share) {
 }
 
 static void load(void) {
-    int epoll = epoll_create1(EPOLL_CLOEXEC);
+    epoll = epoll_create1(EPOLL_CLOEXEC);
     for (int i = 0; i < connection_count; i++) {
-        connections[i].fd = connected();
+        connections[i].fd = connected(0);
         struct epoll_event event = {.events = EPOLLIN, .data.u32 = (uint32_t)i};
         epoll_ctl(epoll, EPOLL_CTL_ADD, connections[i].fd, &event);
     }
@@ -243,12 +278,11 @@ static void load(void) {
             }
             struct connection *c = &connections[events[i].data.u32];
             last_ns = now;
-            if (!take(c, from_ns)) continue;
-            if (c->fd < 0) {
-                c->fd = connected();
-                struct epoll_event event = {.events = EPOLLIN, .data.u32 = events[i].data.u32};
-                epoll_ctl(epoll, EPOLL_CTL_ADD, c->fd, &event);
+            if (c->connecting) {
+                send_on_new(c);
+                continue;
             }
+            if (!take(c, from_ns)) continue;
             if (request_count ? sent >= request_count : now >= until_ns) continue;
             if (pace_ns && c->started_ns + pace_ns > now) c->due_ns = c->started_ns + pace_ns;
             else send_next(c);
@@ -321,39 +355,46 @@ static void take_frames(const unsigned char *data, size_t length) {
     }
 }
 
-// The body's bytes out of the chunks they came in; 0 at the last chunk.
-static int take_chunks(const unsigned char *data, size_t length) {
-    static char line[32];
-    static size_t line_bytes, left;
-    static int in_data, skip;
-    while (length) {
-        if (skip) {
-            size_t piece = length < (size_t)skip ? length : (size_t)skip;
-            data += piece, length -= piece, skip -= (int)piece;
-        } else if (in_data) {
-            size_t piece = length < left ? length : left;
-            take_frames(data, piece);
-            data += piece, length -= piece, left -= piece;
-            if (!left) in_data = 0, skip = 2;
-        } else {
-            char c = (char)*data++;
-            length--;
-            if (c != '\n') {
-                if (line_bytes < sizeof line - 1) line[line_bytes++] = c;
-                continue;
-            }
-            line[line_bytes] = 0, line_bytes = 0;
-            left = strtoul(line, NULL, 16);
-            if (!left) return 0;
-            in_data = 1;
+// A chunked body as it comes, in pieces cut anywhere.
+static struct {
+    enum { SIZE_LINE, IN_CHUNK, AFTER_CHUNK, TRAILERS, BODY_ENDED } state;
+    char line[256];
+    size_t line_bytes, left;
+} chunks;
+
+// Gives the body's bytes to `sink`; 0 once the body has ended.
+static int take_chunks(const unsigned char *data, size_t length, void (*sink)(const unsigned char *, size_t)) {
+    while (length && chunks.state != BODY_ENDED) {
+        if (chunks.state == IN_CHUNK) {
+            size_t piece = length < chunks.left ? length : chunks.left;
+            sink(data, piece);
+            data += piece, length -= piece, chunks.left -= piece;
+            if (!chunks.left) chunks.state = AFTER_CHUNK;
+            continue;
         }
+        char c = (char)*data++;
+        length--;
+        if (c != '\n') {
+            if (c != '\r' && chunks.line_bytes < sizeof chunks.line - 1) chunks.line[chunks.line_bytes++] = c;
+            continue;
+        }
+        chunks.line[chunks.line_bytes] = 0;
+        if (chunks.state == SIZE_LINE) {
+            chunks.left = strtoul(chunks.line, NULL, 16);
+            chunks.state = chunks.left ? IN_CHUNK : TRAILERS;
+        } else if (chunks.state == AFTER_CHUNK) {
+            chunks.state = SIZE_LINE;
+        } else if (!chunks.line_bytes) {
+            chunks.state = BODY_ENDED;
+        }
+        chunks.line_bytes = 0;
     }
-    return 1;
+    return chunks.state != BODY_ENDED;
 }
 
 static void read_stream(void) {
     static unsigned char data[READ_BYTES + 1];
-    int fd = connected(), in_body = 0, chunked = 0, status = 0;
+    int fd = connected(0), in_body = 0, chunked = 0, status = 0;
     size_t length, got = 0;
     struct timeval limit = {.tv_sec = (time_t)stall_sec};
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
@@ -379,7 +420,7 @@ static void read_stream(void) {
         }
         size_t bytes = got - (size_t)(at - data);
         if (chunked) {
-            if (!take_chunks(at, bytes)) break;
+            if (!take_chunks(at, bytes, take_frames)) break;
         } else {
             take_frames(at, bytes);
         }
@@ -395,11 +436,133 @@ static void read_stream(void) {
            stream.ended ? "true" : "false", stream.exit_bytes ? stream.exit_json : "null");
 }
 
+// ── long answers and long bodies, one after the other ──────────────────────────────────────────────────────────
+
+static unsigned char pattern[PATTERN_BYTES];
+static long body_bytes;
+static int differs, begins_bytes;
+static char begins[310];  // status and the first bytes of the answer at hand
+
+static void make_pattern(void) {
+    uint64_t state = 88172645463325252u;
+    for (long i = 0; i < PATTERN_BYTES; i++) {
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        pattern[i] = (unsigned char)state;
+    }
+}
+
+static void take_bulk(const unsigned char *data, size_t length) {
+    while (verify && length) {
+        long at = body_bytes % PATTERN_BYTES;
+        size_t piece = length < (size_t)(PATTERN_BYTES - at) ? length : (size_t)(PATTERN_BYTES - at);
+        differs |= memcmp(data, pattern + at, piece) != 0;
+        data += piece, length -= piece, body_bytes += (long)piece;
+    }
+    body_bytes += (long)length;
+}
+
+static void send_bulk(int fd, const char *request, size_t length) {
+    if (send(fd, request, length, MSG_NOSIGNAL) != (ssize_t)length) fail("send");
+    for (long left = upload_bytes, at = 0; left > 0;) {
+        long piece = PATTERN_BYTES - at < left ? PATTERN_BYTES - at : left;
+        ssize_t done = send(fd, pattern + at, (size_t)piece, MSG_NOSIGNAL);
+        if (done < 0) fail("send");
+        left -= done, at = (at + done) % PATTERN_BYTES;
+    }
+}
+
+// Reads one answer; when its first byte came, or 0 where it has none. `*whole` is 0 where it broke off.
+static uint64_t read_bulk(int fd, int *status, int *last, int *whole) {
+    static unsigned char data[READ_BYTES + 1];
+    size_t got = 0;
+    long length = -1;
+    int in_body = 0, chunked = 0;
+    uint64_t first_ns = 0;
+    memset(&chunks, 0, sizeof chunks);
+    body_bytes = 0, *whole = 0;
+    for (;;) {
+        ssize_t more = recv(fd, data + got, READ_BYTES - got, 0);
+        if (more < 0) fail("recv");
+        if (more == 0) {  // the end of a body without a length, or a broken one
+            *whole = in_body && !chunked && length < 0, *last = 1;
+            return first_ns;
+        }
+        got += (size_t)more;
+        unsigned char *at = data;
+        if (!in_body) {
+            data[got] = 0;
+            char *end = strstr((char *)data, "\r\n\r\n");
+            if (!end) continue;
+            if (sscanf((char *)data, "HTTP/1.%*d %d", status) != 1) fail("the answer is no HTTP");
+            *last = is_last((char *)data);
+            *end = 0;
+            char *sized = strcasestr((char *)data, "\r\nContent-Length:");
+            if (sized) length = strtol(sized + 17, NULL, 10);
+            chunked = strcasestr((char *)data, "\r\nTransfer-Encoding: chunked") != NULL;
+            at = (unsigned char *)end + 4, in_body = 1;
+        }
+        size_t bytes = got - (size_t)(at - data);
+        if (!body_bytes) begins_bytes = snprintf(begins, sizeof begins, "%d %.*s", *status, bytes < 300 ? (int)bytes : 300, at);
+        int ended = chunked ? !take_chunks(at, bytes, take_bulk) : (take_bulk(at, bytes), length >= 0 && body_bytes >= length);
+        if (!first_ns && body_bytes) first_ns = now_ns();
+        if (ended) {
+            *whole = length < 0 || body_bytes == length;
+            return first_ns;
+        }
+        got = 0;
+    }
+}
+
+static void transfer(void) {
+    long count = request_count ? request_count : 1;
+    uint64_t *first_ns = calloc((size_t)count, sizeof *first_ns), total_ns = 0;
+    long total_bytes = 0, with_bytes = 0;
+    int fd = -1, last = 0;
+    size_t length;
+    char *request = request_for(0, &length);
+    struct timeval limit = {.tv_sec = (time_t)stall_sec};
+    if (!first_ns || !(latencies_ns = calloc((size_t)count, sizeof *latencies_ns))) fail("memory");
+    make_pattern();
+    for (long i = 0; i < count; i++) {
+        int status = 0, whole = 0;
+        if (fd < 0) {
+            fd = connected(0);
+            setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+            setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+        }
+        uint64_t begin_ns = now_ns();
+        send_bulk(fd, request, length);
+        uint64_t at_ns = read_bulk(fd, &status, &last, &whole);
+        latencies_ns[measured++] = now_ns() - begin_ns;
+        total_ns += latencies_ns[i], total_bytes += upload_bytes > 0 ? upload_bytes : body_bytes;
+        if (at_ns) first_ns[with_bytes++] = at_ns - begin_ns;
+        if (status < 200 || status >= 300) wrong("status", begins, begins_bytes);
+        else if (!whole) wrong("the answer broke off", "", 0);
+        else if (expect_bytes >= 0 && body_bytes != expect_bytes) wrong("not as many bytes as expected", begins, begins_bytes);
+        else if (differs) wrong("other bytes than were sent", "", 0);
+        if (last) {
+            close(fd);
+            fd = -1;
+        }
+    }
+    qsort(first_ns, (size_t)with_bytes, sizeof *first_ns, by_size);
+    qsort(latencies_ns, (size_t)measured, sizeof *latencies_ns, by_size);
+    printf("{\"requests\":%ld,\"errors\":%ld,\"bytes\":%ld,\"seconds\":%.6f,\"p50_us\":%.1f,\"first_byte_p50_us\":%.1f,"
+           "\"first_error\":\"%s\"}\n",
+           count, errors, total_bytes, (double)total_ns / 1e9, percentile_us(0.5),
+           with_bytes ? (double)first_ns[with_bytes / 2] / 1e3 : 0.0, first_error);
+}
+
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *name = argv[i];
-        if (!strcmp(name, "--frames") || !strcmp(name, "--until-stdin-ends")) {
-            *(name[2] == 'f' ? &frames : &until_stdin_ends) = 1;
+        int *flag = !strcmp(name, "--frames")             ? &frames
+                    : !strcmp(name, "--bulk")             ? &bulk
+                    : !strcmp(name, "--verify")           ? &verify
+                    : !strcmp(name, "--until-stdin-ends") ? &until_stdin_ends
+                                                          : NULL;
+        if (flag) {
+            *flag = 1;
             continue;
         }
         if (++i >= argc) fail(name);
@@ -410,6 +573,8 @@ int main(int argc, char **argv) {
         else if (!strcmp(name, "--seconds")) measure_sec = atof(value);
         else if (!strcmp(name, "--warmup")) warmup_sec = atof(value);
         else if (!strcmp(name, "--count")) request_count = atol(value);
+        else if (!strcmp(name, "--expect-bytes")) expect_bytes = atol(value);
+        else if (!strcmp(name, "--upload")) upload_bytes = atol(value);
         else if (!strcmp(name, "--method")) method = value;
         else if (!strcmp(name, "--path")) path = value;
         else if (!strcmp(name, "--body")) body = value;
@@ -428,6 +593,7 @@ int main(int argc, char **argv) {
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
     if (frames) read_stream();
+    else if (bulk) transfer();
     else load();
     return 0;
 }

@@ -13,9 +13,8 @@ import msgspec
 from benchmarks.harness.servers import CannotMeasure, Target, Workshop
 
 SPARE_SEC: Final = 60.0  # beyond what a load is told to take, before it is given up
-EXEC_OK: Final = '"exit_code":0'
-TRUE_BODY: Final = '{"command": ["true"]}'
 FRAMES_TYPE: Final = "application/vnd.sojourn.frames"
+RAW_TYPE: Final = "application/octet-stream"
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +55,40 @@ class StreamSample(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def exec_options(target: Target, body: str = TRUE_BODY, expect: str = EXEC_OK) -> list[str]:
+class BulkSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of long answers or long bodies, one after the other."""
+
+    requests: int
+    errors: int
+    bytes: int  # of all bodies, sent where they were uploads and received where not
+    seconds: float  # of all requests, each from its sending to the end of its answer
+    p50_us: float
+    first_byte_p50_us: float
+    first_error: str = ""
+
+    @property
+    def mb_per_sec(self) -> float:
+        return self.bytes / self.seconds / 1e6 if self.seconds else 0.0
+
+
+def exec_options(target: Target, body: str | None = None, expect: str | None = None) -> list[str]:
+    """A command, `true` where none is given."""
+    body, expect = target.true_body if body is None else body, target.true_expect if expect is None else expect
     return ["--method", "POST", "--path", target.exec_path, "--body", body, "--expect", expect]
+
+
+def upload_options(target: Target, name: str, size_bytes: int) -> list[str]:
+    return ["--method", "PUT", "--path", f"{target.files_path}?path={name}", "--upload", str(size_bytes)]
+
+
+def download_options(target: Target, name: str, size_bytes: int) -> list[str]:
+    return ["--method", "GET", "--path", f"{target.files_path}?path={name}", "--expect-bytes", str(size_bytes)]
+
+
+def raw_options(target: Target, body: str, size_bytes: int) -> list[str]:
+    """A command's output as its bytes are."""
+    options = ["--method", "POST", "--path", target.exec_path, "--body", body, "--expect-bytes", str(size_bytes)]
+    return [*options, "--header", f"Accept: {RAW_TYPE}"]
 
 
 NOOP_OPTIONS: Final = ["--method", "GET", "--path", "/healthz", "--expect", "ok"]
@@ -68,13 +99,17 @@ def _argv(shop: Workshop, target: Target, options: list[str]) -> list[str]:
     return [str(shop.load), *target.address, *headers, *options]
 
 
-def _output(argv: list[str], limit_sec: float) -> str:
+def _output(shop: Workshop, target: Target, options: list[str], limit_sec: float) -> str:
+    """What the load client printed. Raises CannotMeasure, naming the server, with the end of its log."""
+    argv = _argv(shop, target, options)
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_sec, check=False)
     except subprocess.TimeoutExpired as why:
-        raise CannotMeasure(f"the load client did not end within {limit_sec:.0f} s") from why
+        raise CannotMeasure(f"{target.name}: the load client did not end within {limit_sec:.0f} s") from why
     if done.returncode:
-        raise CannotMeasure(f"the load client failed: {done.stderr.strip() or done.returncode}")
+        log = target.log.read_text(errors="replace").strip()[-300:] if target.log and target.log.exists() else ""
+        said = f"{done.stderr.strip() or done.returncode}; its log ends: {log or 'nothing'}"
+        raise CannotMeasure(f"{target.name}: the load client failed: {said}")
     return done.stdout
 
 
@@ -83,18 +118,24 @@ def run_load(
 ) -> Sample:
     """Closed loop: each connection sends the next request when it has the answer. Raises CannotMeasure."""
     timing = ["--connections", str(connections), "--seconds", str(seconds), "--warmup", str(warmup_sec)]
-    return _sample(_output(_argv(shop, target, options + timing), seconds + warmup_sec + SPARE_SEC))
+    return _sample(_output(shop, target, options + timing, seconds + warmup_sec + SPARE_SEC))
 
 
 def run_count(shop: Workshop, target: Target, options: list[str], *, connections: int, count: int) -> Sample:
     sizes = ["--connections", str(connections), "--count", str(count)]
-    return _sample(_output(_argv(shop, target, options + sizes), 4 * SPARE_SEC))
+    return _sample(_output(shop, target, options + sizes, 4 * SPARE_SEC))
 
 
 def run_stream(shop: Workshop, target: Target, body: str) -> StreamSample:
     options = ["--frames", "--method", "POST", "--path", target.exec_path, "--body", body]
     options += ["--header", f"Accept: {FRAMES_TYPE}"]
-    return msgspec.convert(json.loads(_output(_argv(shop, target, options), 4 * SPARE_SEC)), StreamSample)
+    return msgspec.convert(json.loads(_output(shop, target, options, 4 * SPARE_SEC)), StreamSample)
+
+
+def run_bulk(shop: Workshop, target: Target, options: list[str], *, count: int = 1, verify: bool = False) -> BulkSample:
+    """`verify`: the answers must be what uploads send; costs time of the client's. Raises CannotMeasure."""
+    more = ["--bulk", "--count", str(count), *(["--verify"] if verify else [])]
+    return msgspec.convert(json.loads(_output(shop, target, options + more, 4 * SPARE_SEC)), BulkSample)
 
 
 @contextmanager

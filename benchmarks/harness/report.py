@@ -1,158 +1,192 @@
-"""Results as a table for people, and what must hold as checks with a verdict."""
+"""Results as tables for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
+from benchmarks.harness.checks import Check, MiB
 
-MiB: Final = 1 << 20
-# The executor keeps a window of each stream in memory, whatever the output's length: growth beyond it means a leak.
-OUTPUT_GROWTH_MIB: Final = 64.0
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that must hold. `ok` None: it was not measured in this run."""
-
-    part: str  # of the measurements
-    target: str
-    name: str
-    value: float | None
-    limit: float
-    unit: str
-    ok: bool | None
+Row = tuple[str, ...]
+BUSY_LOAD: Final = 1.0
 
 
-class Must(msgspec.Struct, frozen=True):
-    name: str
-    path: tuple[str, ...]  # where its value stands in the results
-    limit: float  # at most
-    unit: str = "x"
-    scale: float = 1.0
-
-
-MUSTS: Final = (
-    Must("exec true at 1: executor p50 / floor", ("exec", "1", "executor", "p50_ratio"), 2.0),
-    Must("exec true at 8: executor p50 / floor", ("exec", "8", "executor", "p50_ratio"), 1.6),
-    Must("exec true at 64: executor p50 / floor", ("exec", "64", "executor", "p50_ratio"), 1.6),
-    Must("exec true at 1: manager p50 / executor", ("exec", "1", "manager", "p50_ratio"), 1.8),
-    Must("exec true at 8: manager p50 / executor", ("exec", "8", "manager", "p50_ratio"), 1.8),
-    Must("exec true at 64: manager p50 / executor", ("exec", "64", "manager", "p50_ratio"), 1.8),
-    Must("no-op under exec load: executor p50 / idle", ("noop", "executor", "loaded", "p50_ratio"), 3.0),
-    Must("1 GiB of output: memory growth", ("output", "executor", "pss_growth_bytes"), OUTPUT_GROWTH_MIB, "MiB", MiB),
-    Must("idle executor with helpers: PSS", ("memory", "idle_pss_bytes"), 40, "MiB", MiB),
-    Must("1,000 at once through the manager: wrong answers", ("thousand", "manager", "wrong"), 0, ""),
-    Must("1,000 at once: failed health checks", ("thousand", "manager", "health_errors"), 0, ""),
-)  # fmt: skip
-
-
-def checks_of(results: Mapping[str, Any]) -> list[Check]:
-    checks = []
-    for must in MUSTS:
-        value = _at(results, must.path)
-        number = float(value) / must.scale if value is not None else None
-        ok = None if number is None else number <= must.limit
-        target = "manager" if "manager" in must.path else "executor"
-        checks.append(Check(
-            part=must.path[0], target=target, name=must.name, value=number, limit=must.limit, unit=must.unit, ok=ok
-        ))  # fmt: skip
-    for target, output in results.get("output", {}).items():
-        lost = 0.0 if output["whole"] else 1.0
-        name = f"1 GiB of output: cut ({target})"
-        checks.append(Check(part="output", target=target, name=name, value=lost, limit=0, unit="", ok=not lost))
-    cells = [
-        cell for part in ("exec", "bash") for by_name in results.get(part, {}).values() for cell in by_name.values()
-    ]
-    if cells:
-        wrong = sum(cell["errors"] for cell in cells)
-        name = "wrong answers under load"
-        checks.append(Check(part="exec", target="all", name=name, value=float(wrong), limit=0, unit="", ok=not wrong))
-    return checks
-
-
-def failed(checks: Sequence[Check], parts: Sequence[str], left_out: Sequence[str]) -> list[Check]:
-    """What does not hold, and what should have been measured and was not: a part that broke must not pass."""
-    return [
-        check
-        for check in checks
-        if check.ok is False or (check.ok is None and check.part in parts and check.target not in left_out)
-    ]
-
-
-def _at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
-    at: Any = results
-    for name in path:
-        at = at.get(name) if isinstance(at, Mapping) else None
-    return at
-
-
-def table_of(machine: Mapping[str, Any], results: Mapping[str, Any], checks: Sequence[Check]) -> str:
+def table_of(
+    machine: Mapping[str, Any],
+    results: Mapping[str, Any],
+    checks: Sequence[Check],
+    skipped: Mapping[str, str],
+) -> str:
     """The whole report, lines of at most about 110 characters."""
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    rows: list[tuple[str, ...]]
     lines = [
         f"{machine['cores']} cores ({machine['cpu'] or 'unknown'}), kernel {machine['kernel']}, "
         f"Python {machine['python']}, {packages}",
         f"{machine['date']}, commit {machine['commit'] or 'unknown'}, {machine['tier']} tier over "
         f"{machine['transport']}, load before {machine['load_before']}",
     ]
-    lines += _load_lines("exec true", results.get("exec", {}))
-    lines += _load_lines("bash -c 'echo hi'", results.get("bash", {}))
-    if noop := results.get("noop"):
-        rows = [
-            (name, _us(of["idle"]["p50_us"]), _us(of["idle"]["p99_us"]), _us(of["loaded"]["p50_us"]),
-             _us(of["loaded"]["p99_us"]), _ratio(of["loaded"]["p50_ratio"]))
-            for name, of in noop.items()
-        ]  # fmt: skip
-        heads = ("", "idle p50", "p99", "loaded p50", "p99", "loaded/idle")
-        lines += _rows("no-op (GET /healthz), idle and under exec load", heads, rows)
-    if output := results.get("output"):
-        rows = [
-            (name, "whole" if of["whole"] else "CUT", f"{of['mb_per_sec']:.0f} MB/s", _ratio(of["ratio"]),
-             _mib(of["peak_pss_bytes"]), _mib(of["pss_growth_bytes"]))
-            for name, of in output.items()
-        ]  # fmt: skip
-        lines += _rows("1 GiB of output in frames", ("", "", "speed", "x floor", "peak PSS", "growth"), rows)
-    if memory := results.get("memory"):
-        fresh, after = _mib(memory["idle_pss_bytes"]), _mib(memory["after_load_pss_bytes"])
-        lines += ["", f"idle PSS: {fresh} in {memory['processes']} processes; after this run's load {after}"]
-    if start := results.get("start"):
+    if machine["load_before"] > BUSY_LOAD:
         lines += [
-            "",
-            f"start to first answer: {start['executor_ms']:.0f} ms (best {start['best_ms']:.0f}), "
-            f"{_ratio(start['ratio'])} of `python -I -S -c pass` ({start['bare_python_ms']:.0f} ms)",
+            "BUSY: others worked here. The executor's and the floor's commands give way to other work (nice 10), the",
+            "peers' compete with it; absolute figures are far off. Do not keep this run.",
         ]
-    if thousand := results.get("thousand"):
-        rows = [
-            (name, str(of["commands"]), str(of["wrong"]), f"{of['seconds']:.2f} s", str(of["health_errors"]),
-             f"{of['health_p50_ms']:.1f} ms", f"{of['health_p99_ms']:.1f} ms")
-            for name, of in thousand.items()
-        ]  # fmt: skip
-        lines += _rows(
-            "1,000 x `sleep 1; echo N` at once",
-            ("", "answers", "wrong", "all within", "health failed", "p50", "p99"), rows,
-        )  # fmt: skip
-        lines += [f"  {name}: {of['first_error']}" for name, of in thousand.items() if of["first_error"]]
-    rows = [
-        (check.name, "not measured" if check.value is None else f"{check.value:.4g} {check.unit}".rstrip(),
-         f"<= {check.limit:g} {check.unit}".rstrip(), {True: "ok", False: "FAILED", None: "-"}[check.ok])
-        for check in checks
-    ]  # fmt: skip
-    lines += _rows("must", ("", "measured", "limit", ""), rows)
+    lines += _load_lines("exec true", results.get("exec", {}), results.get("leads", {}))
+    lines += _load_lines("bash -c 'echo hi'", results.get("bash", {}), {})
+    for part in _TABLES:
+        if part in results:
+            title, heads, rows = _TABLES[part](results[part])
+            lines += _rows(title, heads, rows)
+            lines += [f"  {name}: {text}" for name, text in _first_errors(results[part])]
+    lines += _rows("must and goal", ("", "measured", "must", "goal", ""), [_check_row(check) for check in checks])
+    lines += [line for name, why in skipped.items() for line in ("", f"not measured: {name}: {why}")]
     return "\n".join(lines)
 
 
-def _load_lines(title: str, cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    rows = []
+def _check_row(check: Check) -> Row:
+    sign = ">=" if check.at_least else "<="
+    goal = "" if check.goal is None else f"{sign} {check.goal:g} {check.unit}".rstrip()
+    value = "-" if check.value is None else f"{check.value:.4g} {check.unit}".rstrip()
+    return check.name, value, f"{sign} {check.must:g} {check.unit}".rstrip(), goal, check.verdict
+
+
+def _load_lines(title: str, cells: Mapping[str, Mapping[str, Any]], leads: Mapping[str, Any]) -> list[str]:
+    rows: list[Row] = []
     for at_once, by_name in cells.items():
         for name, cell in by_name.items():
+            lead = leads.get(at_once, {}).get(name, {})
             rows.append((
                 at_once, name, _us(cell["p50_us"]), _us(cell["p99_us"]), f"{cell['per_sec']:.0f}",
-                _ratio(cell["p50_ratio"]), _ratio(cell["per_sec_ratio"]), str(cell["errors"] or ""),
+                _ratio(cell["p50_ratio"]), _ratio(cell["per_sec_ratio"]),
+                _ratio(lead.get("p50")), _ratio(lead.get("rate")), str(cell["errors"] or ""),
             ))  # fmt: skip
-    heads = ("at once", "", "p50", "p99", "per s", "p50 ratio", "rate ratio", "errors")
-    return _rows(f"{title} (ratios: executor to floor, manager to executor)", heads, rows) if rows else []
+    heads: Row = (
+        "at once",
+        "",
+        "p50",
+        "p99",
+        "per s",
+        "p50 ratio",
+        "rate ratio",
+        "executor's lead",
+        "in rate",
+        "errors",
+    )
+    if not leads:
+        rows, heads = [(*row[:7], row[9]) for row in rows], (*heads[:7], heads[9])
+    return _rows(f"{title} (ratios: to floor; manager's to executor)", heads, rows) if rows else []
+
+
+def _noop(noop: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [
+        (name, _us(of["idle"]["p50_us"]), _us(of["idle"]["p99_us"]), _us(of["loaded"]["p50_us"]),
+         _us(of["loaded"]["p99_us"]), _ratio(of["loaded"]["p50_ratio"]))
+        for name, of in noop.items()
+    ]  # fmt: skip
+    heads = ("", "idle p50", "p99", "loaded p50", "p99", "loaded/idle")
+    return "no-op (GET /healthz), idle and under exec load", heads, rows
+
+
+def _session(session: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [
+        (name, _us(of["awake_p50_us"]), _us(of["p50_us"]), _us(of["p99_us"]), _us(of["noop_p50_us"]),
+         _us(of["above_noop_us"]), _ratio(of["lead"]) if name != "swe-rex" else "")
+        for name, of in session.items()
+    ]  # fmt: skip
+    heads = ("", "p50", "p50 idle", "p99 idle", "no-op idle", "above it", "SWE-ReX's / ours")
+    return "echo in a stateful session", heads, rows
+
+
+def _raw(raw: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [
+        (name, f"{of['mb_per_sec']:.0f} MB/s", _ratio(of["ratio"]), _us(of["first_byte_us"]),
+         _ratio(of["first_byte_ratio"]) if name != "floor" else "")
+        for name, of in raw.items()
+    ]  # fmt: skip
+    return "1 GiB of output as raw bytes", ("", "speed", "x floor", "first byte", "x floor"), rows
+
+
+def _output(output: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [
+        (name, "whole" if of["whole"] else "CUT", f"{of['mb_per_sec']:.0f} MB/s", _ratio(of["ratio"]),
+         _mib(of["peak_pss_bytes"]), _mib(of["pss_growth_bytes"]))
+        for name, of in output.items()
+    ]  # fmt: skip
+    return "1 GiB of output in frames", ("", "", "speed", "x floor", "peak PSS", "growth"), rows
+
+
+def _files(files: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [
+        (name, f"{of['up']['mb_per_sec']:.0f} MB/s", _ratio(of["up"]["ratio"]),
+         f"{of['down']['mb_per_sec']:.0f} MB/s", _ratio(of["down"]["ratio"]))
+        for name, of in files.items()
+    ]  # fmt: skip
+    return "a file of 256 MiB", ("", "up", "x floor", "down", "x floor"), rows
+
+
+def _bundle(of: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    row = tuple(f"{of[kind] / 1e6:.1f} MB" for kind in ("xz_bytes", "gz_bytes", "unpacked_bytes"))
+    return "bundle", (".tar.xz", ".tar.gz", "unpacked"), [row]
+
+
+def _memory(of: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    woken = f"{of['wakeups']} in {of['watched_sec']:g} s"
+    rows: list[Row] = [
+        ("executor", _mib(of["idle_pss_bytes"]), _mib(of["idle_alone_bytes"]), str(of["processes"]), woken),
+        ("executor with all loaded", _mib(of["loaded_pss_bytes"]), _mib(of["loaded_alone_bytes"]), "", ""),
+        ("executor after this run's load", _mib(of["after_load_pss_bytes"]), "", "", ""),
+        *(
+            [("executor from the bundle", "", _mib(of["bundle_alone_bytes"]), "", "")]
+            if of["bundle_alone_bytes"]
+            else []
+        ),
+        *((name, _mib(pss_bytes), "", "", "") for name, pss_bytes in of["peers_pss_bytes"].items()),
+    ]
+    heads = ("", "PSS", "as if alone on its machine", "processes", "wake-ups")
+    return "memory of what idles, helpers included", heads, rows
+
+
+def _start(start: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [("python -I -S -c pass", f"{start['bare_python_ms']:.0f} ms", "", "")]
+    rows += [
+        (name, f"{of['ms']:.0f} ms", f"{of['best_ms']:.0f} ms", _ratio(of["ratio"]))
+        for name in ("executor", "bundle") if (of := start.get(name))
+    ]  # fmt: skip
+    return "start to first answer", ("", "median", "best", "of python's"), rows
+
+
+def _thousand(thousand: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [
+        (name, str(of["commands"]), str(of["wrong"]), f"{of['seconds']:.2f} s", str(of["health_errors"]),
+         f"{of['health_p50_ms']:.1f} ms", f"{of['health_p99_ms']:.1f} ms")
+        for name, of in thousand.items()
+    ]  # fmt: skip
+    heads = ("", "answers", "wrong", "all within", "health failed", "p50", "p99")
+    return "1,000 x `sleep 1; echo N` at once", heads, rows
+
+
+def _leaks(of: Mapping[str, Any]) -> tuple[str, Row, list[Row]]:
+    rows: list[Row] = [
+        (when, str(found["pids"]), str(found["fds"]), str(found["tasks"]), _mib(found["rss_bytes"]))
+        for when, found in (("before", of["before"]), ("after", of["after"]))
+    ]
+    title = (
+        f"{of['commands']:,} commands, {of['sessions']} sessions, {of['terminals']} terminals in {of['seconds']:.0f} s"
+    )
+    return title, ("", "processes", "descriptors", "tasks", "RSS"), rows
+
+
+_TABLES = {
+    "noop": _noop, "session": _session, "raw": _raw, "output": _output, "files": _files, "bundle": _bundle,
+    "memory": _memory, "start": _start, "thousand": _thousand, "leaks": _leaks,
+}  # fmt: skip
+
+
+def _first_errors(found: Mapping[str, Any], name: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in found.items():
+        if key == "first_error" and value:
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _first_errors(value, f"{name} {key}".strip())
 
 
 def _rows(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -165,8 +199,8 @@ def _rows(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> li
     return out
 
 
-def _us(value: float) -> str:
-    return f"{value / 1e3:.2f} ms"
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value / 1e3:.2f} ms"
 
 
 def _mib(value: float | None) -> str:

@@ -29,7 +29,12 @@ SOURCES: Final = ROOT / "benchmarks" / "floor"
 READY_SEC: Final = 30.0
 STACK_READY_SEC: Final = 120.0  # the first `up` may set up a store and a first pod
 END_SEC: Final = 15.0
+MEMORY_ROOT: Final = "/dev/shm"
+MEMORY_BYTES: Final = 4 << 30
 COMMAND_PATH: Final = "/usr/local/bin:/usr/bin:/bin"  # the same search for the floor's commands and the executor's
+
+TRUE_BODY: Final = '{"command": ["true"]}'
+EXEC_OK: Final = '"exit_code":0'
 
 Transport = Literal["tcp", "unix"]
 
@@ -45,6 +50,11 @@ class Target:
     name: str
     address: tuple[str, str]  # the load client's option and value: ("--tcp", "8080") or ("--unix", "/run/x")
     exec_path: str
+    true_body: str = TRUE_BODY  # what runs `true`, and what a right answer to it holds
+    true_expect: str = EXEC_OK
+    health_path: str = "/healthz"
+    files_path: str = "/v1/files"
+    sessions_path: str = "/v1/sessions"
     headers: tuple[str, ...] = ()
     pid: int = 0
     log: Path | None = None
@@ -62,6 +72,7 @@ class Workshop:
     """A temporary directory with the compiled tools, and whom commands run as (None: as ourselves, nobody else can)."""
 
     directory: Path
+    memory: Path  # likewise, on a file system in memory where there is one with room: files must not wait for a disk
     user: CommandUser | None
     transport: Transport
     _turn: int = field(default=0)
@@ -78,10 +89,10 @@ class Workshop:
     def tier(self) -> str:
         return "split" if self.user is not None else "single"
 
-    def fresh(self, name: str, mode: int = 0o700) -> Path:
+    def fresh(self, name: str, mode: int = 0o700, *, within: Path | None = None) -> Path:
         """An empty directory; 0711 where the command user has to pass through."""
         self._turn += 1
-        path = self.directory / f"{name}{self._turn}"
+        path = (within or self.directory) / f"{name}{self._turn}"
         path.mkdir()
         path.chmod(mode)
         return path
@@ -93,9 +104,13 @@ def workshop(transport: Transport) -> Iterator[Workshop]:
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
     if compiler is None:
         raise CannotMeasure("the floor and the load client are C: install a compiler (apt-get install gcc libc6-dev)")
-    with tempfile.TemporaryDirectory(prefix="sojourn-bench-", ignore_cleanup_errors=True) as name:
-        directory = Path(name)
-        directory.chmod(0o711)
+    with (
+        tempfile.TemporaryDirectory(prefix="sojourn-bench-", ignore_cleanup_errors=True) as name,
+        tempfile.TemporaryDirectory(prefix="sojourn-bench-", dir=_memory(), ignore_cleanup_errors=True) as other,
+    ):
+        directory, memory = Path(name), Path(other)
+        for path in (directory, memory):
+            path.chmod(0o711)
         for tool in ("floor", "load"):
             built = subprocess.run(
                 [compiler, "-O2", "-o", str(directory / tool), str(SOURCES / f"{tool}.c")],
@@ -103,7 +118,16 @@ def workshop(transport: Transport) -> Iterator[Workshop]:
             )  # fmt: skip
             if built.returncode:
                 raise CannotMeasure(f"{compiler} could not build {tool}.c:\n{built.stderr}")
-        yield Workshop(directory=directory, user=command_user(), transport=transport)
+        yield Workshop(directory=directory, memory=memory, user=command_user(), transport=transport)
+
+
+def _memory() -> str | None:
+    """A directory in memory with room for the files of all servers; None for the usual one."""
+    try:
+        free = os.statvfs(MEMORY_ROOT)
+    except OSError:
+        return None
+    return MEMORY_ROOT if free.f_bavail * free.f_frsize > MEMORY_BYTES and os.access(MEMORY_ROOT, os.W_OK) else None
 
 
 def command_user() -> CommandUser | None:
@@ -122,12 +146,13 @@ def command_user() -> CommandUser | None:
 @contextmanager
 def floor_server(shop: Workshop, *, helpers: int = 1) -> Iterator[Target]:
     directory = shop.fresh("floor")
-    address = _free_address(shop, directory)
+    address = free_address(shop, directory)
     argv = [str(shop.floor), *address, "--helpers", str(helpers)]
+    argv += ["--files", str(shop.fresh("files", within=shop.memory))]
     if shop.user is not None:
         argv += ["--user", f"{shop.user.uid}:{shop.user.gid}"]
     name = "floor" if helpers == 1 else f"floor-x{helpers}"
-    with _running(argv, {"PATH": COMMAND_PATH}, directory / "log") as process:
+    with running(argv, {"PATH": COMMAND_PATH}, directory / "log") as process:
         target = Target(name=name, address=address, exec_path="/v1/exec", pid=process.pid, log=directory / "log")
         wait_until_ready(target, process, READY_SEC)
         yield target
@@ -150,8 +175,8 @@ def executor_argv(python: str = sys.executable) -> list[str]:
 @contextmanager
 def executor_server(shop: Workshop, argv: list[str], *, ready: bool = True) -> Iterator[Target]:
     """`ready` false: yields at once after the start, for whoever measures how long it takes."""
-    directory, workspace = shop.fresh("exec"), shop.fresh("work", 0o755)
-    address = _free_address(shop, directory)
+    directory, workspace = shop.fresh("exec"), shop.fresh("work", 0o755, within=shop.memory)
+    address = free_address(shop, directory)
     token = secrets.token_hex(16)
     env = {
         "PATH": COMMAND_PATH,
@@ -165,7 +190,7 @@ def executor_server(shop: Workshop, argv: list[str], *, ready: bool = True) -> I
         env["SOJOURN_EXECUTOR_SOCKET"] = address[1]
     else:
         env |= {"SOJOURN_EXECUTOR_HOST": "127.0.0.1", "SOJOURN_EXECUTOR_PORT": address[1]}
-    with _running(argv, env, directory / "log") as process:
+    with running(argv, env, directory / "log") as process:
         target = Target(
             name="executor", address=address, exec_path="/v1/exec", headers=(f"Authorization: Bearer {token}",),
             pid=process.pid, log=directory / "log",
@@ -197,12 +222,13 @@ def manager_server(shop: Workshop, python: str = sys.executable) -> Iterator[Tar
         "SOJOURN_CONFIG": str(config), "SOJOURN_DATA_DIR": str(data), "SOJOURN_PORT": port, "SOJOURN_METRICS_PORT": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip
-    with _running([python, "-m", "manager", "up"], env, log, end=signal.SIGINT) as process:
+    with running([python, "-m", "manager", "up"], env, log, end=signal.SIGINT) as process:
         bare = Target(name="manager", address=("--tcp", port), exec_path="", pid=process.pid, log=log)
         wait_until_ready(bare, process, STACK_READY_SEC)
         key = _key_of(data / "api-key")
         target = Target(
             name="manager", address=bare.address, exec_path="/sandbox/task/bench/exec",
+            files_path="/sandbox/task/bench/files", sessions_path="/sandbox/task/bench/sessions",
             headers=(f"X-Api-Key: {key}",), pid=process.pid, log=log,
         )  # fmt: skip
         _provision(target)
@@ -242,7 +268,10 @@ def request(target: Target, method: str, path: str, body: str = "", timeout_sec:
         for header in target.headers:
             name, _, value = header.partition(": ")
             connection.putheader(name, value)
-        connection.putheader("Content-Length", str(len(body.encode())))
+        if body:
+            connection.putheader("Content-Type", "application/json")
+        if body or method != "GET":  # as probes and clients do
+            connection.putheader("Content-Length", str(len(body.encode())))
         connection.endheaders(body.encode())
         answer = connection.getresponse()
         return answer.status, answer.read().decode("utf-8", "replace")
@@ -251,11 +280,11 @@ def request(target: Target, method: str, path: str, body: str = "", timeout_sec:
 
 
 def wait_until_ready(target: Target, process: subprocess.Popen[bytes] | None, limit_sec: float) -> None:
-    """Returns at the first 200 of `/healthz`. Raises CannotMeasure with the end of the log."""
+    """Returns at the first 200 of its health check. Raises CannotMeasure with the end of the log."""
     give_up = time.monotonic() + limit_sec
     while True:
         try:
-            if request(target, "GET", "/healthz", timeout_sec=5)[0] == 200:
+            if request(target, "GET", target.health_path, timeout_sec=5)[0] == 200:
                 return
         except (OSError, HTTPException):
             pass
@@ -281,7 +310,7 @@ def _connected(target: Target, timeout_sec: float) -> socket.socket:
     return sock
 
 
-def _free_address(shop: Workshop, directory: Path) -> tuple[str, str]:
+def free_address(shop: Workshop, directory: Path) -> tuple[str, str]:
     return ("--unix", str(directory / "s")) if shop.transport == "unix" else ("--tcp", str(free_port()))
 
 
@@ -292,9 +321,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def _running(
+def running(
     argv: list[str], env: dict[str, str], log: Path, end: signal.Signals = signal.SIGTERM
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """A server until the block ends, its output in `log`."""
     with log.open("wb") as file:
         # A session of its own: Ctrl-C at the terminal reaches us alone, and we end the servers in order.
         process = subprocess.Popen(

@@ -11,8 +11,8 @@ from aiohttp import web
 from executor.archives import ArchiveService, Format
 from executor.errors import ExecutorError, InvalidRequest
 from executor.files import STALL_SEC
-from executor.routes.files import body_pieces, path_of
-from executor.routes.reply import json_reply, read_query
+from executor.routes.files import path_of
+from executor.routes.reply import body_pieces, json_reply, read_query
 from executor.tarpack import PackLimit
 
 TYPES: Final[Mapping[Format, str]] = {

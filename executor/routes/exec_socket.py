@@ -10,9 +10,10 @@ from aiohttp import web
 from executor import kernel
 from executor.errors import Conflict, ExecutorError, InvalidRequest
 from executor.follow import Follower
+from executor.jsonbody import decode_json
 from executor.process import Command
 from executor.processes import Processes
-from executor.routes.reply import decode_json, read_query, whole_of
+from executor.routes.reply import read_query, whole_of
 from executor.routes.sockets import ClientLeft, FrameSocket, first_of, is_upgrade
 from executor.wire import (
     CLOSE_DONE,
@@ -58,7 +59,7 @@ async def _serve(socket: FrameSocket, processes: Processes, offsets: list[int]) 
     ends = [min(offset, log.end) for offset, log in zip(offsets, command.logs, strict=True)]
     follower = Follower(command, *ends, caller=not joined)
     try:
-        if not command.launched.done():
+        if not command.is_launched:
             await asyncio.shield(command.launched)
         if command.error is not None:
             raise command.error

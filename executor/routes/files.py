@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from email.utils import formatdate
 from typing import Final
 
 from aiohttp import web
-from aiohttp.http_exceptions import PayloadEncodingError
 
 from executor.errors import ExecutorError, InvalidRequest, PreconditionFailed, RangeNotSatisfiable
 from executor.files import STALL_SEC, FileService, OpenFile
 from executor.filetree import MAX_DEPTH
-from executor.routes.reply import flag_of, json_reply, read_json, read_query, whole_of
+from executor.routes.reply import body_pieces, flag_of, json_reply, read_json, read_query, whole_of
 from executor.upload import WriteTerms, matches
 from executor.wire import ChmodRequest, MkdirRequest, MoveRequest
 
 MAX_PAGE: Final = 10_000
 DEFAULT_PAGE: Final = 1_000
+DIRECT_BYTES: Final = 262_144  # what is longer goes from the file to the socket inside the kernel
+HEAD_TURNS: Final = 4  # of the loop, for the head to leave; longer only where the caller still has an earlier answer
 _MODE: Final = re.compile(r"[0-7]{1,4}\Z")
-_RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})\Z", re.ASCII)
+_RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})\Z", re.ASCII | re.IGNORECASE)  # RFC 9110, 14.1
 
 
 def files_routes(files: FileService) -> list[web.RouteDef]:
@@ -111,6 +113,8 @@ async def _send(request: web.Request, file: OpenFile, as_text: bool) -> web.Stre
     await response.prepare(request)
     if request.method != "HEAD":
         try:
+            if end - start > DIRECT_BYTES and (socket := await _socket_of(request)) is not None:
+                start = await file.send(socket, start, end)
             async for piece in file.pieces(start, end):
                 async with asyncio.timeout(STALL_SEC):
                     await response.write(piece)
@@ -125,6 +129,21 @@ async def _send(request: web.Request, file: OpenFile, as_text: bool) -> web.Stre
     return response
 
 
+async def _socket_of(request: web.Request) -> int | None:
+    """A descriptor of our own for the connection's socket, once the answer's head is out; None where that cannot be."""
+    transport = request.transport
+    for _ in range(HEAD_TURNS):
+        if transport is None or transport.is_closing():
+            return None
+        if not transport.get_write_buffer_size():
+            try:
+                return os.dup(transport.get_extra_info("socket").fileno())
+            except OSError:  # no descriptor is left
+                return None
+        await asyncio.sleep(0)
+    return None
+
+
 def _http_date(seconds: float) -> str:
     return formatdate(min(max(seconds, 0.0), 253_402_300_799.0), usegmt=True)  # the year 9999 ends; touch(1) goes on
 
@@ -136,8 +155,10 @@ def _check_if_match(request: web.Request, etag: str) -> None:
 
 
 def _range_of(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
-    """First byte and the one after the last; None for the whole file, which RFC 9110 also gives to what is no single
-    range of bytes and to an If-Range that does not hold. Raises RangeNotSatisfiable."""
+    """First byte and the one after the last; None for the whole file, which RFC 9110 also gives to what is no GET, to
+    what is no single range of bytes and to an If-Range that does not hold. Raises RangeNotSatisfiable."""
+    if request.method != "GET":
+        return None
     match = _RANGE.match(request.headers.get("Range", "").replace(" ", ""))
     if match is None or request.headers.get("If-Range", etag) != etag:
         return None
@@ -153,23 +174,6 @@ def _range_of(request: web.Request, size: int, etag: str) -> tuple[int, int] | N
     if start >= end:
         raise RangeNotSatisfiable(f"the file has {size} bytes", size=size)
     return start, end
-
-
-async def body_pieces(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises InvalidRequest where it is broken or stalls, so that no part is taken for all."""
-    if "Content-Encoding" in request.headers:
-        raise InvalidRequest("send the body without Content-Encoding", field="Content-Encoding")
-    try:
-        while True:
-            async with asyncio.timeout(STALL_SEC):
-                piece = await request.content.readany()
-            if not piece:
-                return
-            yield piece
-    except TimeoutError:
-        raise InvalidRequest(f"body: nothing came for {STALL_SEC:.0f} s") from None
-    except (web.RequestPayloadError, PayloadEncodingError) as why:
-        raise InvalidRequest(f"body: broken off or badly encoded: {str(why)[:200]}") from None
 
 
 def path_of(query: Mapping[str, str]) -> str:

@@ -7,40 +7,37 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from executor.binding import bind
 from executor.errors import InvalidRequest
 from executor.lease import Lease
 from executor.processes import Processes
-from executor.routes.reply import json_reply, read_json
-from executor.wire import BindRequest, FileBody, Health, LeaseRequest, MiB, bad_env
+from executor.routes.reply import json_reply, read_json, read_query
+from executor.wire import BindRequest, FileBody, LeaseRequest, MiB
 
 WriteFile = Callable[[str, bytes, int | None], Awaitable[None]]
 BIND_BODY_BYTES = 16 * MiB
 
 
 def lease_routes(lease: Lease, processes: Processes, write_file: WriteFile) -> list[web.RouteDef]:
-    async def bind(request: web.Request) -> web.Response:
+    async def take(request: web.Request) -> web.Response:
+        read_query(request)
         body = await read_json(request, BindRequest, BIND_BODY_BYTES)
-        if not body.sandbox_id:
-            raise InvalidRequest("sandbox_id is empty", field="sandbox_id")
-        for name in ("env", "secrets"):
-            what = bad_env(getattr(body, name))
-            if what is not None:
-                raise InvalidRequest(f"{name} {what}", field=name)
         files = [(file.path, _content(file), file.mode) for file in body.files]
-        if lease.bind(body):
-            processes.bind_env(body.env | body.secrets)
+        if bind(lease, processes, body):
             for path, content, mode in files:
                 await write_file(path, content, mode)
         return json_reply(lease.info())
 
-    async def get(_request: web.Request) -> web.Response:
+    async def get(request: web.Request) -> web.Response:
+        read_query(request)
         return json_reply(lease.info())
 
     async def push(request: web.Request) -> web.Response:
+        read_query(request)
         lease.push(await read_json(request, LeaseRequest))
         return json_reply(lease.info())
 
-    return [web.post("/v1/bind", bind), web.get("/v1/lease", get), web.post("/v1/lease", push)]
+    return [web.post("/v1/bind", take), web.get("/v1/lease", get), web.post("/v1/lease", push)]
 
 
 def _content(file: FileBody) -> bytes:
@@ -56,18 +53,11 @@ def _content(file: FileBody) -> bytes:
 
 
 def health_routes(processes: Processes) -> list[web.RouteDef]:
-    def health() -> Health:
-        if processes.closing:
-            return Health(status="shutting_down")
-        if processes.broken is not None:
-            return Health(status="degraded", message=processes.broken)
-        return Health(status="ok")
-
     async def healthz(_request: web.Request) -> web.Response:
-        return json_reply(health())
+        return json_reply(processes.health())
 
     async def readyz(_request: web.Request) -> web.Response:
-        now = health()
+        now = processes.health()
         return json_reply(now, status=503 if now.status == "shutting_down" else 200)
 
     return [web.get("/healthz", healthz), web.get("/readyz", readyz)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Final
 
 import aiohttp
 from aiohttp import WSMsgType, web
-from aiohttp.http_exceptions import PayloadEncodingError
 from aiohttp.http_websocket import WSCloseCode
 
 from executor.errors import InvalidRequest
 from executor.ports import CLOSE_SEC, PortService
+from executor.routes.reply import Patience, body_pieces
 from executor.routes.sockets import is_upgrade
 from executor.wire import (
     CLOSE_STALLED,
@@ -101,19 +103,12 @@ async def _http(ports: PortService, request: web.Request, port: int, target: str
 
 
 async def _body(ports: PortService, request: web.Request) -> AsyncIterator[bytes]:
-    """Raises InvalidRequest where it breaks off or pauses for too long."""
-    while True:
-        try:
-            async with asyncio.timeout(ports.idle_sec):
-                piece = await request.content.readany()
-        except TimeoutError:
-            raise InvalidRequest(f"body: paused for more than {ports.idle_sec:.0f} s") from None
-        except (web.RequestPayloadError, PayloadEncodingError):
-            raise InvalidRequest("body: broken off or badly encoded") from None
-        if not piece:
-            return
-        ports.passed()
-        yield piece
+    """Raises InvalidRequest where it breaks off, LateRequest where it pauses for too long; streams have all day."""
+    patience = Patience(math.inf, 1, ports.idle_sec)
+    async with aclosing(body_pieces(request, patience, as_it_is=True)) as pieces:
+        async for piece in pieces:
+            ports.passed()
+            yield piece
 
 
 def _reason(given: str | None) -> str | None:

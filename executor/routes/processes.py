@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Literal
+from contextlib import aclosing
+from typing import Any, Final, Literal
 
 from aiohttp import web
 
@@ -11,10 +12,11 @@ from executor import kernel
 from executor.errors import Conflict, InvalidRequest
 from executor.follow import STREAMS, Follower
 from executor.output import Piece
+from executor.pipes import READ_BYTES, StdinWriter
 from executor.process import Command
 from executor.processes import Processes
 from executor.routes.commands import EXEC_BODY_BYTES
-from executor.routes.reply import flag_of, json_reply, read_json, read_query, whole_of
+from executor.routes.reply import body_pieces, flag_of, json_reply, read_json, read_query, whole_of
 from executor.wire import OFFSET_HEADER, ExecRequest, ProcessList, SignalRequest
 
 MAX_WAIT_SEC: Final = 3600
@@ -27,9 +29,10 @@ def process_routes(processes: Processes) -> list[web.RouteDef]:
         return processes.get(request.match_info["id"])
 
     async def start(request: web.Request) -> web.Response:
+        read_query(request)
         body = await read_json(request, ExecRequest, EXEC_BODY_BYTES)
         command, joined = processes.start(body, background=True)
-        if not command.launched.done():
+        if not command.is_launched:
             await asyncio.shield(command.launched)
         if command.error is not None:
             raise command.error
@@ -42,7 +45,7 @@ def process_routes(processes: Processes) -> list[web.RouteDef]:
     async def get(request: web.Request) -> web.Response:
         wait_sec = whole_of(read_query(request, "wait_sec"), "wait_sec", 0, 0, MAX_WAIT_SEC)
         command = of(request)
-        if wait_sec and not command.ended.done():
+        if wait_sec and not command.is_settled:
             await asyncio.wait([command.ended], timeout=wait_sec)
         if command.error is not None:
             raise command.error
@@ -66,21 +69,33 @@ def process_routes(processes: Processes) -> list[web.RouteDef]:
         return web.Response(body=data, content_type="application/octet-stream", headers={OFFSET_HEADER: str(first)})
 
     async def stdin(request: web.Request) -> web.Response:
+        read_query(request)
         command = of(request)
         writer = command.stdin
         if writer is None or not writer.open or command.exited_already:
             raise Conflict(f"the standard input of process {command.id} is closed")
-        async for data in request.content.iter_any():
-            await writer.write(data)
+        feeding = asyncio.create_task(_feed(request, writer), name=f"stdin-{command.id}")
+        try:
+            either: list[asyncio.Future[Any]] = [feeding, command.ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not feeding.done() or not feeding.result():
+                raise Conflict(
+                    f"process {command.id} has ended or closed its standard input; what else was sent went nowhere"
+                )
+        finally:
+            feeding.cancel()
+            await asyncio.wait([feeding])  # before anybody else reads what is left of the body
         return web.Response(status=204)
 
     async def close_stdin(request: web.Request) -> web.Response:
+        read_query(request)
         command = of(request)
         if command.stdin is not None:
             command.stdin.end()
         return web.Response(status=204)
 
     async def signal(request: web.Request) -> web.Response:
+        read_query(request)
         body = await read_json(request, SignalRequest)
         number = kernel.signal_number(body.signal)
         if number is None:
@@ -90,6 +105,7 @@ def process_routes(processes: Processes) -> list[web.RouteDef]:
         return web.Response(status=204)
 
     async def delete(request: web.Request) -> web.Response:
+        read_query(request)
         await processes.delete(request.match_info["id"])
         return web.Response(status=204)
 
@@ -103,6 +119,16 @@ def process_routes(processes: Processes) -> list[web.RouteDef]:
         web.post("/v1/processes/{id}/stdin/close", close_stdin),
         web.post("/v1/processes/{id}/signal", signal),
     ]
+
+
+async def _feed(request: web.Request, writer: StdinWriter) -> bool:
+    """Whether all of the body was taken. It comes as it comes: no deadline."""
+    async with aclosing(body_pieces(request, None)) as pieces:
+        async for data in pieces:
+            await writer.write(data)
+            if not writer.open:
+                return False
+    return True
 
 
 async def _read_now(command: Command, stream: int, offset: int, limit: int) -> list[Piece]:
@@ -125,7 +151,7 @@ async def _read_now(command: Command, stream: int, offset: int, limit: int) -> l
 async def _follow(request: web.Request, command: Command, stream: int, offset: int) -> web.StreamResponse:
     """Raw bytes until the command ends, or up to a gap: nobody shall take what is behind it for what came next."""
     offset = min(offset, command.logs[stream].end)
-    follower = Follower(command, offset, offset, only=stream)
+    follower = Follower(command, offset, offset, only=stream, piece_bytes=READ_BYTES)
     there = await follower.now()
     first = there[0][1].offset if there else offset
     headers = {"Content-Type": "application/octet-stream", OFFSET_HEADER: str(first), "Cache-Control": "no-store"}

@@ -15,6 +15,7 @@ def session_routes(sessions: Sessions) -> list[web.RouteDef]:
         return request.match_info["id"]
 
     async def create(request: web.Request) -> web.Response:
+        read_query(request)
         body = await read_json(request, SessionRequest) if request.body_exists else SessionRequest()
         info, joined = await sessions.create(body)
         return json_reply(info, status=200 if joined else 201)
@@ -28,12 +29,14 @@ def session_routes(sessions: Sessions) -> list[web.RouteDef]:
         return json_reply(sessions.get(id_of(request)).info())
 
     async def run(request: web.Request) -> web.StreamResponse:
+        read_query(request)
         body = await read_json(request, SessionExecRequest, EXEC_BODY_BYTES)
         return await run_and_answer(
             request, body, lambda streamed: sessions.run(id_of(request), body, streamed=streamed)
         )
 
     async def interrupt(request: web.Request) -> web.Response:
+        read_query(request)
         body = await read_json(request, InterruptRequest) if request.body_exists else InterruptRequest()
         return json_reply(sessions.interrupt(id_of(request), escalate=body.escalate))
 

@@ -11,15 +11,14 @@ from aiohttp.http_websocket import WSCloseCode
 
 from executor.errors import ExecutorError, InvalidRequest
 from executor.follow import STREAMS, Follower
+from executor.guard import error_body
 from executor.output import Piece
-from executor.routes.commands import now_rfc3339
 from executor.wire import (
     CHUNK_BYTES,
     CLOSE_REFUSED,
     CLOSE_STALLED,
     MAX_FRAME_BYTES,
     PROTOCOL,
-    ErrorBody,
     Exit,
     Gap,
     Heartbeat,
@@ -28,6 +27,7 @@ from executor.wire import (
     event_message,
     output_message,
 )
+from executor.writers import now_rfc3339
 
 CLOSE_SEC: Final = 5.0  # for the other side's part of the close
 SILENT_BEATS: Final = 3
@@ -77,8 +77,7 @@ class FrameSocket:
 
     async def tell(self, error: ExecutorError) -> None:
         """What was wrong with a frame; nothing ends. Raises ClientLeft."""
-        body = ErrorBody(code=error.code, message=error.message, retryable=error.retryable, details=error.details)
-        await self.send(StreamError(error=body))
+        await self.send(StreamError(error=error_body(error)))
 
     async def refuse(self, error: ExecutorError) -> None:
         """Tells the error and closes with its code."""

@@ -7,9 +7,10 @@ import asyncio
 from aiohttp import web
 
 from executor.errors import Conflict, ExecutorError, InvalidRequest
+from executor.jsonbody import decode_json
 from executor.routes.commands import EXEC_BODY_BYTES
 from executor.routes.exec_socket import MAX_OFFSET, signal_of
-from executor.routes.reply import decode_json, json_reply, read_json, read_query, whole_of
+from executor.routes.reply import json_reply, read_json, read_query, whole_of
 from executor.routes.sockets import ClientLeft, FrameSocket, first_of, is_upgrade
 from executor.terminals import Attachment, Terminal, Terminals
 from executor.wire import (
@@ -36,7 +37,7 @@ def terminal_routes(terminals: Terminals, heartbeat_sec: float) -> list[web.Rout
         body = await read_json(request, TerminalRequest, EXEC_BODY_BYTES)
         terminal, joined = terminals.create(body)
         command = terminal.command
-        if not command.launched.done():
+        if not command.is_launched:
             await asyncio.shield(command.launched)
         if command.error is not None:
             raise command.error
@@ -68,6 +69,7 @@ def terminal_routes(terminals: Terminals, heartbeat_sec: float) -> list[web.Rout
         return socket.response
 
     async def delete(request: web.Request) -> web.Response:
+        read_query(request)
         await terminals.delete(request.match_info["id"])
         return web.Response(status=204)
 

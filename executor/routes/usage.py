@@ -10,10 +10,10 @@ from aiohttp import web
 
 from executor.errors import ExecutorError, RateLimited
 from executor.guard import error_body
-from executor.routes.commands import now_rfc3339
 from executor.routes.reply import json_reply, read_query, whole_of
 from executor.usage import UsageService
 from executor.wire import HEARTBEAT_SEC, NDJSON_TYPE, Heartbeat, StreamError, UsageReport, UsageSample
+from executor.writers import now_rfc3339
 
 MAX_STREAMS: Final = 64  # each costs a reading of /proc at every interval
 STALL_SEC: Final = 60.0  # a reader that takes nothing for so long is cut off
@@ -39,6 +39,7 @@ def usage_routes(usage: UsageService) -> list[web.RouteDef]:
             streams -= 1
 
     async def metrics(request: web.Request) -> web.Response:
+        read_query(request)
         text = await usage.metrics()
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

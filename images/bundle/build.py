@@ -247,7 +247,7 @@ def _tar(bundle: Path, into: lzma.LZMAFile | gzip.GzipFile) -> None:
 def start_sec(bundle: Path, times: int = 5) -> float:
     """The least of several starts, up to the loaded executor: it ends at once, since no token's hash is given."""
     least = float("inf")
-    code = "import executor.app, uvloop, sys; sys.stdout.write('ready')"
+    code = "import executor.serve, uvloop, sys; sys.stdout.write('ready')"
     for _ in range(times):
         before = time.perf_counter()
         argv = [str(bundle / "bin" / "python3"), "-I", "-S", "-c", code]

@@ -22,7 +22,15 @@ from manager.api.wire import (
 
 _PARAMETER: Final = re.compile(r"\{([a-z_]+)\}")
 _EVERY_ROUTE: Final = ("invalid_request", "internal", "shutting_down")
-_EVERY_KEYED: Final = ("unauthenticated", "forbidden", "scope_refused", "scope_required", "store_unavailable")
+_EVERY_KEYED: Final = (
+    "unauthenticated",
+    "forbidden",
+    "scope_refused",
+    "scope_required",
+    "store_unavailable",
+    "rate_limited",
+)
+_ABOUT_SANDBOXES: Final = ("/sandbox/task/", "/sandbox/sandboxes/")
 _PATH_TEXT: Final = {
     "task_id": "UTF-8 of 1 to 512 bytes, percent-encoded; or ~ and the UTF-8 in base64url, which any id may be "
     "written as and `.`, `..` and ids that begin with ~ must be",
@@ -32,6 +40,7 @@ _PATH_TEXT: Final = {
     "port": "a port of the sandbox's loopback, 1 to 65535 in plain digits, but 8080",
     "path": "what the server is asked for, as it is to arrive",
     "sandbox_id": "the sandbox's id",
+    "snapshot_id": "the snapshot's id",
     "key_id": "the key's id, which is not secret",
 }
 _HEADERS: Final = (
@@ -160,7 +169,7 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 
 
 def _headers(route: Route) -> list[str]:
-    about_task = route.template.startswith("/sandbox/task/")
+    about_task = route.template.startswith(_ABOUT_SANDBOXES)
     return [
         name
         for name, _ in _HEADERS
@@ -177,4 +186,8 @@ def _operation_id(route: Route) -> str:
 def _tag(route: Route) -> str:
     if route.template.startswith("/sandbox/task/"):
         return "Task sessions"
+    if route.template.startswith("/sandbox/sandboxes/"):
+        return "Long-lived sandboxes"
+    if route.template.startswith("/sandbox/snapshots/"):
+        return "Snapshots"
     return "Operators" if route.template.startswith("/api/") else "This manager"

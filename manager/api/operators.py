@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import datetime
 from typing import Any, Final
 
 from aiohttp import web
 
 from manager.api.docs_page import CONTENT_SECURITY_POLICY
-from manager.api.parsing import no_query, read_json, segment
+from manager.api.parsing import known_query, no_query, read_json, segment
 from manager.api.server import DOCUMENTS, PRINCIPAL, SERVICES, json_reply
 from manager.api.wire import (
     BODY_BYTES,
+    AuditEventInfo,
+    AuditEventList,
     CreateKey,
     HealthState,
     KeyCreated,
@@ -20,11 +23,14 @@ from manager.api.wire import (
     KeyList,
     PoolList,
     PoolState,
+    QuotaList,
+    QuotaState,
     TargetList,
     TargetState,
     rfc3339,
 )
 from manager.errors import InvalidRequest
+from manager.services.audit_archive import PAGE_MAX
 from manager.store.base import KeyRecord
 
 log = logging.getLogger(__name__)
@@ -33,13 +39,13 @@ _MAX_EXPIRY_SEC: Final = 10 * 365 * 86_400
 
 
 async def healthz(request: web.Request) -> web.Response:
-    ending = request.app[SERVICES].in_flight.ending
-    return json_reply(HealthState(status="shutting_down" if ending else "ok"))
+    leaving = request.app[SERVICES].in_flight.leaving
+    return json_reply(HealthState(status="shutting_down" if leaving else "ok"))
 
 
 async def readyz(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    if services.in_flight.ending:
+    if services.in_flight.leaving:
         return json_reply(HealthState(status="shutting_down"), 503)
     missing = await services.not_ready()
     if missing:
@@ -99,6 +105,37 @@ def _fields(record: KeyRecord) -> dict[str, Any]:
     }
 
 
+# ── the audit log ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def list_audit(request: web.Request) -> web.Response:
+    """The project's events from `since` on, oldest first."""
+    query = known_query(request, ("since", "after", "limit"))
+    since = 0.0
+    if "since" in query:
+        try:
+            moment = datetime.fromisoformat(query["since"])
+            since = moment.timestamp()
+        except (ValueError, OverflowError):
+            raise InvalidRequest("since must be a time as in RFC 3339", field="since") from None
+        if moment.tzinfo is None or not 0 <= since < 1e11:
+            raise InvalidRequest("since must be a time as in RFC 3339, with its zone", field="since")
+    limit = query.get("limit", "100")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= PAGE_MAX):
+        raise InvalidRequest(f"limit must be a number from 1 to {PAGE_MAX}", field="limit")
+    page = await request.app[SERVICES].audit.page(
+        request[PRINCIPAL].owner, since=since, after=query.get("after", ""), limit=int(limit)
+    )
+    shown = [
+        AuditEventInfo(
+            event_id=event.event_id, at=rfc3339(event.at), action=event.action, subject=event.subject, by=event.by,
+            role=event.role, member=event.member, address=event.address, details=event.details,
+        )
+        for event in page.events
+    ]  # fmt: skip
+    return json_reply(AuditEventList(shown, page.next))
+
+
 # ── the data plane ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -120,6 +157,24 @@ async def list_targets(request: web.Request) -> web.Response:
     return json_reply(TargetList(targets))
 
 
+async def list_quotas(request: web.Request) -> web.Response:
+    """The caller's project's, counted anew from what holds a slot now."""
+    no_query(request)
+    services, owner = request.app[SERVICES], request[PRINCIPAL].owner
+    held, policy = await services.held(owner), services.config.policy(owner)
+    state = QuotaState(
+        tenant=owner.tenant,
+        project=owner.project,
+        slots_held=held.slots,
+        slots_limit=policy.concurrency,
+        cpu_held=held.cpu,
+        cpu_limit=policy.cpu,
+        memory_held_bytes=held.memory_bytes,
+        memory_limit_bytes=policy.memory_bytes,
+    )
+    return json_reply(QuotaList([state]))
+
+
 async def list_pools(request: web.Request) -> web.Response:
     no_query(request)
     config = request.app[SERVICES].config
@@ -129,7 +184,7 @@ async def list_pools(request: web.Request) -> web.Response:
             profile=view.profile,
             target=view.target,
             ready=view.ready,
-            starting=view.creating,
+            pending=view.pending,
             wanted=view.wanted,
             message=view.last_error,
         )

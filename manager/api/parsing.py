@@ -6,7 +6,7 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -16,12 +16,21 @@ from aiohttp.http_exceptions import PayloadEncodingError
 from multidict import CIMultiDictProxy
 
 from executor.wire import PROCESS_ID
-from manager.api.wire import IDEMPOTENCY_HEADER, IF_POD_HEADER, TaskCommand, TaskSession, TaskTerminal
+from manager.api.wire import (
+    BODY_BYTES,
+    IDEMPOTENCY_HEADER,
+    IF_POD_HEADER,
+    NoFields,
+    TaskCommand,
+    TaskSession,
+    TaskTerminal,
+)
 from manager.errors import InvalidRequest, InvalidTaskId, NotFound, TooLarge
 from manager.model import check_task_id
 
 T = TypeVar("T")
 
+OWN_ID: Final = re.compile(r"[a-z0-9]{1,64}\Z")  # what an id that we gave can look like
 _BAD_PERCENT: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _BASE64URL: Final = re.compile(r"[A-Za-z0-9_-]+={0,2}\Z")
 _PLACE: Final = re.compile(r" - at `\$\.?([^`]*)`\Z")
@@ -89,6 +98,17 @@ def no_query(request: web.BaseRequest) -> None:
         raise InvalidRequest("this call takes no query parameters", field="query")
 
 
+def known_query(request: web.BaseRequest, known: tuple[str, ...]) -> Mapping[str, str]:
+    """Raises InvalidRequest for what the call does not know, and what is given twice."""
+    query = request.rel_url.query
+    for name in query:
+        if name not in known:
+            raise InvalidRequest(f"this call takes {', '.join(known)}, not {name[:64]!r}", field=name[:64])
+        if len(query.getall(name)) > 1:
+            raise InvalidRequest(f"{name} may be given only once", field=name)
+    return query
+
+
 # ── headers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -126,6 +146,12 @@ def if_pod(request: web.BaseRequest) -> str | None:
 async def read_json(request: web.BaseRequest, kind: type[T], limit: int, timeout_sec: float) -> T:
     """The body as a `kind`. Raises TooLarge, and InvalidRequest (details: `field`) for anything but exactly that."""
     return decode(await read_body(request, limit, timeout_sec), kind)
+
+
+async def no_body(request: web.BaseRequest, timeout_sec: float) -> None:
+    """Raises InvalidRequest for a field in the body of a call that takes none: it would be passed over in silence."""
+    if request.body_exists:
+        await read_json(request, NoFields, BODY_BYTES, timeout_sec)
 
 
 async def read_body(request: web.BaseRequest, limit: int, timeout_sec: float) -> bytes:

@@ -1,4 +1,4 @@
-"""`/sandbox/task/{task_id}/ports/{port}/{path}`: a server in a task's sandbox, for whoever has the key.
+"""`.../ports/{port}/{path}` of a task or a long-lived sandbox: a server in it, for whoever has the key.
 
 What it says is a stranger's on our origin: it sets no cookie beyond its own path, sends nobody elsewhere, changes no
 rule of the origin, and a browser that is led here runs none of it."""
@@ -32,7 +32,7 @@ from manager.api.client_socket import CLOSE_SEC, is_upgrade
 from manager.api.parsing import body_stream, if_pod
 from manager.api.server import KEY_LOOK_SEC, PRINCIPAL, SERVICES, as_error, while_allowed
 from manager.api.services import Services
-from manager.api.tasks import task_id_in
+from manager.api.tasks import name_in
 from manager.errors import InvalidRequest, ShuttingDown
 from manager.executor_client import PortDeclined
 from manager.services.tasks import SandboxFacts, TaskPortSocket
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 MOVED_HEADER: Final = "Sandbox-App-Location"  # where a server wanted to send the caller, away from itself
-_PREFIX: Final = re.compile(r"/sandbox/task/[^/?]*/ports/([^/?]*)(?=[/?]|\Z)")
+_PREFIX: Final = re.compile(r"/sandbox/(?:task|sandboxes/v1)/[^/?]*/ports/([^/?]*)(?=[/?]|\Z)")
 _OURS: Final = {
     "Cache-Control": "no-store",  # a cache on the way does not know that X-Api-Key decides who may see it
     "Content-Security-Policy": "sandbox; default-src 'none'",
@@ -133,7 +133,7 @@ async def _http(request: web.Request, place: Place) -> web.StreamResponse:
         headers.append(("Content-Length", str(request.content_length)))
     body = body_stream(request, PORT_IDLE_SEC) if request.body_exists else None
     call = services.tasks.port(
-        request[PRINCIPAL], task_id_in(request), request.method, place.port, place.target, headers, body,
+        request[PRINCIPAL], name_in(request), request.method, place.port, place.target, headers, body,
         pod_expected=if_pod(request),
     )  # fmt: skip
     async with call as port:
@@ -169,7 +169,7 @@ async def _websocket(request: web.Request, place: Place) -> web.StreamResponse:
         raise InvalidRequest("the headers of the WebSocket upgrade are broken", field="Upgrade")
     offered = [each.strip() for each in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if each.strip()]
     opening = services.tasks.port_socket(
-        request[PRINCIPAL], task_id_in(request), place.port, place.target, headers_to_port(request.headers.items()),
+        request[PRINCIPAL], name_in(request), place.port, place.target, headers_to_port(request.headers.items()),
         offered, pod_expected=if_pod(request),
     )  # fmt: skip
     try:

@@ -145,8 +145,8 @@ async def authenticate(request: web.Request) -> Principal:
         for name in _SCOPE_SPELLINGS:
             if name in headers:
                 raise ScopeRefused(f"{name} is only for platform keys; this key has its own tenant and project")
-        return tenants.principal(record, None, None, None)
-    return tenants.principal(record, *named_scope(request))
+        return tenants.principal(record, None, None, None, request.remote or "")
+    return tenants.principal(record, *named_scope(request), request.remote or "")
 
 
 @asynccontextmanager
@@ -221,6 +221,8 @@ def guard(routes: Mapping[Any, Route]) -> Any:
         try:
             reply = await _answered(request, handler, route, services)
             status = reply.status
+            if services.in_flight.leaving and not reply.prepared:
+                reply.force_close()  # one that has begun was promised the connection for one more request
             return reply
         except asyncio.CancelledError:
             status = 499  # the caller hung up
@@ -246,6 +248,12 @@ async def _answered(
                 if _RANK[principal.role] < _RANK[route.role]:
                     raise Forbidden(f"this call needs a key of the role {route.role}, this one has {principal.role}")
                 request[PRINCIPAL] = principal
+                services.rates.take(principal, services.config.key_requests_per_sec)
+                services.in_flight.enter_of(principal.owner, services.config.project_requests)
+                try:
+                    return await handler(request)
+                finally:
+                    services.in_flight.leave_of(principal.owner)
         return await handler(request)
     except web.HTTPException:
         raise
@@ -254,10 +262,7 @@ async def _answered(
     except Exception as why:
         error = as_error(why)
         services.metrics.refused(error.code)
-        reply = error_reply(error)
-        if services.in_flight.ending:
-            reply.force_close()
-        return reply
+        return error_reply(error)
 
 
 async def _unmatched(request: web.Request, handler: Handler) -> web.StreamResponse:

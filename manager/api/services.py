@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from executor.wire import ExecRequest
+from manager.api.rates import Rates
 from manager.config import ManagerConfig
+from manager.errors import RateLimited
 from manager.metrics import Metrics
 from manager.model import Binding, Owner, Principal, Role
+from manager.services.audit_archive import AuditPage
+from manager.services.longlived.service import LongLived
 from manager.services.pool import PoolView
 from manager.services.tasks import (
     TaskExecAnswer,
@@ -21,16 +25,21 @@ from manager.services.tasks import (
     TaskSocket,
     TaskStream,
     TaskView,
+    Written,
 )
-from manager.store.base import KeyRecord
+from manager.store.base import Held, KeyRecord
 
 
 class InFlight:
-    """How many requests are under way, and whether this manager is ending."""
+    """How many requests are under way, of all and of each project, and whether this manager is ending.
+
+    `leaving`: requests are still taken, and their connections closed. `ending`: new ones are refused."""
 
     def __init__(self) -> None:
+        self.leaving = False
         self.ending = False
         self.count = 0
+        self._of: dict[Owner, int] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -42,6 +51,19 @@ class InFlight:
         self.count -= 1
         if self.count == 0:
             self._idle.set()
+
+    def enter_of(self, owner: Owner, most: int) -> None:
+        """One project's flood leaves room for all others. Raises RateLimited."""
+        count = self._of.get(owner, 0)
+        if count >= most:
+            raise RateLimited(f"{count} requests of this project are under way here, as many as may be; try again soon")
+        self._of[owner] = count + 1
+
+    def leave_of(self, owner: Owner) -> None:
+        if (count := self._of[owner]) > 1:
+            self._of[owner] = count - 1
+        else:
+            del self._of[owner]
 
     async def drained(self, most_sec: float) -> bool:
         """Waits until nothing is under way, at most so long; whether it is so."""
@@ -144,7 +166,13 @@ class TaskService(Protocol):
 
     async def list(self, principal: Principal) -> list[TaskView]: ...
 
-    async def retire(self, owner: Owner, task_id: str) -> None: ...
+    async def writeback(self, principal: Principal, task_id: str, *, pod_expected: str | None = None) -> Written: ...
+
+    async def view(self, binding: Binding, *, ask: bool = True) -> TaskView: ...
+
+    async def usage(self, binding: Binding) -> bytes | None: ...
+
+    async def retire(self, owner: Owner, task_id: str, *, by: Principal | str) -> None: ...
 
 
 class TenantService(Protocol):
@@ -153,7 +181,12 @@ class TenantService(Protocol):
     async def authenticate(self, key_text: str | None, address: str = "") -> KeyRecord: ...
 
     def principal(
-        self, record: KeyRecord, tenant_header: str | None, project_header: str | None, member_header: str | None
+        self,
+        record: KeyRecord,
+        tenant_header: str | None,
+        project_header: str | None,
+        member_header: str | None,
+        address: str = "",
     ) -> Principal: ...
 
     async def issue_key(
@@ -163,6 +196,12 @@ class TenantService(Protocol):
     async def list_keys(self, principal: Principal) -> Sequence[KeyRecord]: ...
 
     async def revoke_key(self, principal: Principal, key_id: str) -> None: ...
+
+
+class AuditReader(Protocol):
+    """`manager.services.audit_archive.AuditArchive`."""
+
+    async def page(self, owner: Owner, *, since: float = 0.0, after: str = "", limit: int = 100) -> AuditPage: ...
 
 
 class PoolService(Protocol):
@@ -177,10 +216,17 @@ class Services:
 
     config: ManagerConfig
     tasks: TaskService
+    longlived: LongLived
     tenants: TenantService
+    audit: AuditReader
     pool: PoolService
     metrics: Metrics
+    held: Callable[[Owner], Awaitable[Held]]
     find_sandbox: Callable[[str], Awaitable[Binding | None]]
     only_project: Callable[[], Awaitable[Owner | None]]  # the one project that there is; None where there are more
     not_ready: Callable[[], Awaitable[str | None]]  # what this manager still lacks to serve, for people
     in_flight: InFlight = field(default_factory=InFlight)
+    rates: Rates = field(default_factory=Rates)
+
+    def region_of(self, target: str) -> str | None:
+        return next((known.region for known in self.config.targets if known.name == target), None)

@@ -30,7 +30,7 @@ from manager.api.parsing import check_command, decode, idempotency_key, if_pod, 
 from manager.api.server import KEY_LOOK_SEC, PRINCIPAL, SERVICES, authenticate, error_body
 from manager.api.services import Services
 from manager.api.streams import Messages
-from manager.api.tasks import forward, started, task_id_in
+from manager.api.tasks import forward, name_in, place_in, started
 from manager.api.wire import TaskCommand, exec_request
 from manager.errors import (
     ExecutorUnreachable,
@@ -42,13 +42,12 @@ from manager.errors import (
 from manager.pod_socket import PodSocketClosed, status_of, told
 from manager.services.tasks import TaskSocket
 
-_TERMINAL_SEGMENT: Final = 5  # of /sandbox/task/{task_id}/terminals/{terminal_id}
 _INPUT: Final = frozenset({FRAME_STDIN, FRAME_STDIN_EOF, FRAME_SIGNAL, FRAME_RESIZE})
 
 
 async def run_socket(request: web.Request) -> web.StreamResponse:
     """A command whose exec body comes as the first frame."""
-    services, task_id = request.app[SERVICES], task_id_in(request)
+    services, task_id = request.app[SERVICES], name_in(request)
     query, key, pod = raw_query(request), idempotency_key(request), if_pod(request)
     caller = await ClientSocket.accept(request)
     reason = "disconnected"
@@ -78,8 +77,8 @@ async def terminal_call(request: web.Request) -> web.StreamResponse:
     """A terminal's state, or a connection to it where the call is upgraded."""
     if not is_upgrade(request):
         return await forward(request)
-    services, task_id = request.app[SERVICES], task_id_in(request)
-    terminal_id = process_id_of(segment(request, _TERMINAL_SEGMENT))
+    services, task_id = request.app[SERVICES], name_in(request)
+    terminal_id = process_id_of(segment(request, place_in(request) + 2))  # .../terminals/{terminal_id}
     query, pod = raw_query(request), if_pod(request)
     check_upgrade(request)
     opening = services.tasks.terminal_socket(request[PRINCIPAL], task_id, terminal_id, query, pod_expected=pod)
@@ -128,10 +127,10 @@ class _Relay:
                 event = await pod.receive()
             except (PodSocketClosed, ExecutorUnreachable) as why:
                 self._socket.check()
-                if isinstance(why, PodSocketClosed):
-                    await self._pod_closed(why.code)
-                    return
-                raise
+                if isinstance(why, ExecutorUnreachable):
+                    raise await self._socket.truth(why) from why
+                await self._pod_closed(why.code)
+                return
             self._socket.check()
             await caller.send(self._message(event))
             if isinstance(event, Exit):
@@ -162,10 +161,12 @@ class _Relay:
         elif code == CLOSE_STALLED:
             await self._caller.close(CLOSE_STALLED, "silent for three heartbeats")
         elif self._started and not self._endless:
-            raise OutcomeUnknown("the connection to the pod ended before the command did; ask for it by its id")
+            unknown = OutcomeUnknown("the connection to the pod ended before the command did; ask for it by its id")
+            raise await self._socket.truth(unknown)
+        elif known := status_of(code):
+            raise ExecutorUnreachable(f"the pod ended the connection with status {known}")
         else:
-            known = status_of(code)
-            raise ExecutorUnreachable(f"the pod ended the connection{f' with status {known}' if known else ''}")
+            raise await self._socket.truth(ExecutorUnreachable("the pod ended the connection"))
 
     async def _to_pod(self) -> None:
         pod, caller = self._socket.socket, self._caller

@@ -1,4 +1,5 @@
-"""Task sessions: `/sandbox/task/{task_id}/...`, and the list of a project's sandboxes."""
+"""What goes on in a sandbox, be it a task's (`/sandbox/task/{task_id}/...`) or a long-lived one's
+(`/sandbox/sandboxes/v1/{sandbox_id}/...`); and the list of a project's sandboxes."""
 
 from __future__ import annotations
 
@@ -11,15 +12,26 @@ from urllib.parse import parse_qsl
 import msgspec
 from aiohttp import web
 
-from executor.wire import FRAMES_TYPE, NDJSON_TYPE, SSE_TYPE, FrameEvent, OutputFrame, SessionExecRequest, StreamError
+from executor.wire import (
+    FRAMES_TYPE,
+    NDJSON_TYPE,
+    SSE_TYPE,
+    FrameEvent,
+    OutputFrame,
+    SessionExecRequest,
+    StreamError,
+    UsageReport,
+)
 from executor.wire import Exit as ExitEvent
 from executor.wire import Gap as GapEvent
 from executor.wire import Started as StartedEvent
 from manager.api.parsing import (
+    OWN_ID,
     body_stream,
     check_scope,
     idempotency_key,
     if_pod,
+    no_body,
     no_query,
     process_id_of,
     raw_query,
@@ -49,19 +61,19 @@ from manager.api.wire import (
     CommandStarted,
     LeaseState,
     Previous,
-    SandboxList,
     SandboxState,
     TaskCommand,
     TaskSession,
     TaskTerminal,
+    WorkspaceWritten,
     exec_request,
     session_request,
     terminal_request,
 )
 from manager.errors import InvalidRequest, NotFound, OutcomeUnknown, ScopeRequired, Unauthenticated
-from manager.model import Owner, new_id
+from manager.model import Owner, Principal, Role, SandboxRecord, new_id, own_name
 from manager.services.idempotency import process_id
-from manager.services.tasks import SandboxFacts, TaskView
+from manager.services.tasks import LeaseView, SandboxFacts, TaskView
 from manager.services.tenants import check_owner
 
 log = logging.getLogger(__name__)
@@ -69,6 +81,7 @@ log = logging.getLogger(__name__)
 _ENCODE: Final = msgspec.json.Encoder().encode
 _NO_STORE: Final = {"Cache-Control": "no-store"}
 _TASK_SEGMENT: Final = 3  # of /sandbox/task/{task_id}/...
+_SANDBOX_SEGMENT: Final = 4  # of /sandbox/sandboxes/v1/{sandbox_id}/...
 # What a pod sends is a stranger's: a browser that is led here shall neither guess its type nor run it.
 _STRANGERS: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox; default-src 'none'"}
 _TYPES: Final = (
@@ -80,7 +93,23 @@ MAX_WAIT_SEC: Final = 3600
 LAST_WORDS_SEC: Final = 2.0
 
 
-def task_id_in(request: web.BaseRequest) -> str:
+def place_in(request: web.Request) -> int:
+    """Which part of the raw path names the sandbox. Which route it is the router knows, however the path is spelt."""
+    return _SANDBOX_SEGMENT if "sandbox_id" in request.match_info else _TASK_SEGMENT
+
+
+def sandbox_id_in(request: web.Request) -> str:
+    """Raises NotFound for what no sandbox can be called."""
+    sandbox_id = segment(request, _SANDBOX_SEGMENT)
+    if not OWN_ID.match(sandbox_id):
+        raise NotFound("there is no such sandbox")
+    return sandbox_id
+
+
+def name_in(request: web.Request) -> str:
+    """What the sandbox is found by: a task's id, or the `own_name` of a long-lived one."""
+    if "sandbox_id" in request.match_info:
+        return own_name(sandbox_id_in(request))
     return task_id_of(segment(request, _TASK_SEGMENT))
 
 
@@ -88,7 +117,8 @@ def task_id_in(request: web.BaseRequest) -> str:
 
 
 async def run_command(request: web.Request) -> web.StreamResponse:
-    services, task_id = request.app[SERVICES], task_id_in(request)
+    services, task_id = request.app[SERVICES], name_in(request)
+    no_query(request)
     command = await read_command(request, EXEC_BODY_BYTES, services.config.body_timeout_sec)
     accept = request.headers.get("Accept", "")
     if FRAMES_TYPE in accept:
@@ -195,7 +225,7 @@ def started(event: StartedEvent, facts: SandboxFacts) -> CommandStarted:
 
 
 async def start_process(request: web.Request) -> web.StreamResponse:
-    services, task_id = request.app[SERVICES], task_id_in(request)
+    services, task_id = request.app[SERVICES], name_in(request)
     no_query(request)
     command = await read_command(request, EXEC_BODY_BYTES, services.config.body_timeout_sec)
     body, terms = _ENCODE(exec_request(command)), _terms(request, command)
@@ -203,7 +233,7 @@ async def start_process(request: web.Request) -> web.StreamResponse:
 
 
 async def make_session(request: web.Request) -> web.StreamResponse:
-    services, task_id = request.app[SERVICES], task_id_in(request)
+    services, task_id = request.app[SERVICES], name_in(request)
     no_query(request)
     asked = TaskSession()
     if request.body_exists:
@@ -218,7 +248,7 @@ async def make_session(request: web.Request) -> web.StreamResponse:
 
 async def run_in_session(request: web.Request) -> web.StreamResponse:
     """The command gets an id here, so that its outcome can be asked for where the answer is lost."""
-    services, task_id = request.app[SERVICES], task_id_in(request)
+    services, task_id = request.app[SERVICES], name_in(request)
     no_query(request)
     asked = await read_json(request, SessionExecRequest, EXEC_BODY_BYTES, services.config.body_timeout_sec)
     key = idempotency_key(request)
@@ -231,7 +261,7 @@ async def run_in_session(request: web.Request) -> web.StreamResponse:
 
 
 async def open_terminal(request: web.Request) -> web.StreamResponse:
-    services, task_id = request.app[SERVICES], task_id_in(request)
+    services, task_id = request.app[SERVICES], name_in(request)
     no_query(request)
     asked = await read_json(request, TaskTerminal, EXEC_BODY_BYTES, services.config.body_timeout_sec)
     check_scope(asked)
@@ -245,7 +275,7 @@ async def open_terminal(request: web.Request) -> web.StreamResponse:
 
 async def forward(request: web.Request) -> web.StreamResponse:
     """The call as it is, its body and the answer's streamed in constant memory."""
-    services, task_id = request.app[SERVICES], task_id_in(request)
+    services, task_id = request.app[SERVICES], name_in(request)
     path, query = _executor_path(request), raw_query(request)
     sent = {name: request.headers[name] for name in _SENT_ON if name in request.headers}
     terms: dict[str, Any] = {"pod_expected": if_pod(request), "wait_sec": _wait_sec(query)}
@@ -261,9 +291,9 @@ async def forward(request: web.Request) -> web.StreamResponse:
     return await _pass_on(request, services, task_id, path, query, sent, body, terms)
 
 
-def _executor_path(request: web.BaseRequest) -> str:
+def _executor_path(request: web.Request) -> str:
     """The executor's path for one of the table's: nothing that stands in a URL is passed on unchecked."""
-    parts = request.rel_url.raw_path.split("/")[_TASK_SEGMENT + 1 :]
+    parts = request.rel_url.raw_path.split("/")[place_in(request) + 1 :]
     if parts[0] in ("processes", "sessions", "terminals") and len(parts) > 1:
         process_id_of(parts[1])
     return "/v1/" + "/".join(parts)
@@ -328,74 +358,77 @@ def _safe(headers: Mapping[str, str]) -> dict[str, str]:
 async def get_task(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     no_query(request)
-    return json_reply(_state(services, await services.tasks.get(request[PRINCIPAL], task_id_in(request))))
+    return json_reply(sandbox_state(services, await services.tasks.get(request[PRINCIPAL], name_in(request))))
+
+
+async def write_back(request: web.Request) -> web.Response:
+    """What is in the task's pod, made durable."""
+    services = request.app[SERVICES]
+    no_query(request)
+    await no_body(request, services.config.body_timeout_sec)
+    written = await services.tasks.writeback(request[PRINCIPAL], name_in(request), pod_expected=if_pod(request))
+    return json_reply(WorkspaceWritten(**msgspec.structs.asdict(written)))
 
 
 async def retire_task(request: web.Request) -> web.Response:
     """For the owner's key, or for the teardown secret with the scope in headers."""
     services = request.app[SERVICES]
-    owner = await _retirer(request, services)
+    by = await _retirer(request, services)
     no_query(request)
-    await services.tasks.retire(owner, task_id_in(request))
+    await services.tasks.retire(by.owner, name_in(request), by=by)
     return web.Response(status=204)
 
 
-async def _retirer(request: web.Request, services: Services) -> Owner:
-    """Whose task may be retired. Raises Unauthenticated, ScopeRequired, ScopeRefused."""
+async def _retirer(request: web.Request, services: Services) -> Principal:
+    """Who retires a task of its owner. Raises Unauthenticated, ScopeRequired, ScopeRefused."""
     if API_KEY_HEADER in request.headers or "Authorization" not in request.headers:
-        return (await authenticate(request)).owner
+        return await authenticate(request)
     if not bearer_matches(request, services.config.cleanup_secret):
         raise Unauthenticated(
             "the bearer secret is not this manager's SANDBOX_CLEANUP_AUTH_SECRET; the owner's API key works too"
         )
     tenant, project, _ = named_scope(request)
     if tenant is not None and project is not None:
-        return check_owner(Owner(tenant, project))
+        return _secret_holder(request, check_owner(Owner(tenant, project)))
     only = await services.only_project()
     if only is None or (tenant or only.tenant, project or only.project) != (only.tenant, only.project):
         raise ScopeRequired(
             "say whose task in X-Sandbox-Tenant-Id and X-Sandbox-Project-Id: there are several projects"
         )
-    return only
+    return _secret_holder(request, only)
 
 
-async def list_sandboxes(request: web.Request) -> web.Response:
-    services = request.app[SERVICES]
-    no_query(request)
-    views = await services.tasks.list(request[PRINCIPAL])
-    return json_reply(SandboxList([_state(services, view) for view in views]))
+def _secret_holder(request: web.Request, owner: Owner) -> Principal:
+    return Principal(owner, Role.ADMIN, "cleanup-secret", address=request.remote or "")
 
 
-async def get_sandbox(request: web.Request) -> web.Response:
-    services, principal = request.app[SERVICES], request[PRINCIPAL]
-    no_query(request)
-    sandbox_id = segment(request, 4)
-    binding = await services.find_sandbox(sandbox_id)
-    if binding is None or binding.owner != principal.owner:
-        raise NotFound("there is no such sandbox")
-    view = await services.tasks.get(principal, binding.task_id)
-    if view.sandbox_id != sandbox_id:
-        raise NotFound("there is no such sandbox")
-    return json_reply(_state(services, view))
+def lease_state(lease: LeaseView | None) -> LeaseState | None:
+    if lease is None:
+        return None
+    return LeaseState(until=lease.until, hard_end=lease.hard_end, operations=lease.operations, left_sec=lease.left_sec)
 
 
-def _state(services: Services, view: TaskView) -> SandboxState:
-    region = next((target.region for target in services.config.targets if target.name == view.target), None)
-    lease, ended = view.lease, view.ended
+def sandbox_state(
+    services: Services, view: TaskView, record: SandboxRecord | None = None, usage: UsageReport | None = None
+) -> SandboxState:
+    """`record`: of a long-lived one, whose view it is then."""
+    image = next((profile.image for profile in services.config.profiles if profile.name == view.profile), "")
+    ended = view.ended
     return SandboxState(
         sandbox_id=view.sandbox_id,
-        task_id=view.task_id,
+        task_id=view.task_id if record is None else None,
+        state=None if record is None else record.state,
+        name=None if record is None else record.name,
+        image=image,
+        image_digest=view.image_digest,
         stage=view.stage,
         profile=view.profile,
         target=view.target,
-        region=region,
+        region=services.region_of(view.target),
         generation=view.generation,
         pod_id=view.pod_id,
         created_at=view.created_at,
-        lease=None
-        if lease is None
-        else LeaseState(
-            until=lease.until, hard_end=lease.hard_end, operations=lease.operations, left_sec=lease.left_sec
-        ),
+        lease=lease_state(view.lease),
         ended=None if ended is None else Previous(reason=ended.reason, at=ended.at),
+        usage=usage,
     )

@@ -13,6 +13,8 @@ import msgspec
 
 from executor import wire
 from manager.model import Role
+from manager.model import SandboxState as SandboxStateName
+from manager.services.sources import Source
 
 API_KEY_HEADER: Final = "X-Api-Key"
 TENANT_HEADER: Final = "X-Sandbox-Tenant-Id"
@@ -49,6 +51,8 @@ ERROR_CODES: Final[dict[str, int]] = {
     "profile_mismatch": 409,
     "no_target_in_region": 409,
     "task_bound_elsewhere": 409,
+    "sandbox_stopped": 409,
+    "sandbox_starting": 409,
     "not_a_file": 409,
     "not_a_directory": 409,
     "sandbox_gone": 410,
@@ -64,9 +68,11 @@ ERROR_CODES: Final[dict[str, int]] = {
     "outcome_unknown": 504,
     "capacity_exhausted": 503,
     "provisioning": 503,
+    "workspace_attaching": 503,
     "image_pull_failed": 503,
     "isolation_unavailable": 503,
     "store_unavailable": 503,
+    "target_unavailable": 503,
     "shutting_down": 503,
     "no_space": 507,
 }
@@ -125,6 +131,50 @@ def session_request(asked: TaskSession) -> wire.SessionRequest:
     return wire.SessionRequest(**{name: getattr(asked, name) for name in _SESSION_FIELDS})
 
 
+class CreateSandbox(wire.Request, frozen=True):
+    """A new long-lived sandbox."""
+
+    profile: str | None = None  # None: the project's own
+    autostop_sec: int = 1800  # stopped when it was quiet for so long
+    ttl_sec: int = 14_400  # ended for good so long after its creation, also while it is stopped
+    autostart: bool = False  # a call to it while it is stopped starts it
+    name: str = ""
+    env: dict[str, str] = msgspec.field(default_factory=dict)  # of every command
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    source: Source | None = None  # of its first content; None: empty
+    wait_sec: float = 60.0  # for it to run; then the answer is 202 and it is still being made
+
+
+class NoFields(wire.Request, frozen=True):
+    """The body of a call that takes none."""
+
+
+class ForkSandbox(wire.Request, frozen=True):
+    """A new sandbox with what is in another's workspace now; of the same profile."""
+
+    autostop_sec: int = 1800
+    ttl_sec: int = 14_400
+    autostart: bool = False
+    name: str = ""
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    wait_sec: float = 60.0
+
+
+class TakeSnapshot(wire.Request, frozen=True):
+    name: str = ""
+
+
+class PatchSandbox(wire.Request, frozen=True):
+    """What is to be different; a field that is left out stays as it is."""
+
+    name: str | None = None
+    metadata: dict[str, str] | None = None  # all of it
+    autostop_sec: int | None = None
+    ttl_sec: int | None = None  # from its creation
+    autostart: bool | None = None
+
+
 class CreateKey(wire.Request, frozen=True):
     """A new API key of the caller's project (for a platform key: of the project that it names)."""
 
@@ -176,11 +226,66 @@ class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
     left_sec: float
 
 
-class SandboxState(msgspec.Struct, frozen=True, kw_only=True):
-    """A task's sandbox. `stage`: `active` (operations run), `idle`, or `reclaimed` (its pod has ended)."""
+class KeptProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the keeping or restoring of a workspace is."""
+
+    bytes: int
+    total_bytes: int | None
+
+
+class LongLivedSandbox(msgspec.Struct, frozen=True, kw_only=True):
+    """A long-lived sandbox. It outlives its pods."""
 
     sandbox_id: str
-    task_id: str
+    state: SandboxStateName
+    reason: str  # why it is in this state: created, asked, idle, expired, oom, lost, an error's code, ...
+    since: str
+    name: str
+    profile: str
+    target: str
+    region: str | None
+    autostop_sec: int
+    ttl_sec: int
+    autostart: bool
+    created_at: str
+    expires_at: str
+    metadata: dict[str, str]
+    env_names: list[str]  # the values are not shown again
+    pod_id: str | None
+    lease: LeaseState | None
+    progress: KeptProgress | None  # while its workspace is kept or restored
+
+
+class LongLivedSandboxList(msgspec.Struct, frozen=True, kw_only=True):
+    sandboxes: list[LongLivedSandbox]
+    next: str | None  # `after` for the next page; None: this was the last
+
+
+class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was in a sandbox's workspace at a moment; nobody changes it."""
+
+    snapshot_id: str
+    name: str
+    created_at: str
+    sandbox_id: str  # whose workspace it was
+    stored_bytes: int  # in object storage, shared with other snapshots and forks
+    keep_until: str | None  # None: until it is deleted
+
+
+class SnapshotList(msgspec.Struct, frozen=True, kw_only=True):
+    snapshots: list[SnapshotInfo]
+    next: str | None  # `after` for the next page; None: this was the last
+
+
+class SandboxState(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox as it is now. `stage`: `active` (operations run), `idle`, or `reclaimed` (it has no pod)."""
+
+    sandbox_id: str
+    task_id: str | None  # None: a long-lived sandbox
+    state: SandboxStateName | None = None  # of a long-lived one
+    name: str | None = None
+    image: str = ""  # what its profile runs on
+    image_digest: str = ""  # `sha256:...` of what its pod runs on; "" for this machine's own system, or without a pod
     stage: Literal["active", "idle", "reclaimed"]
     profile: str
     target: str
@@ -190,6 +295,17 @@ class SandboxState(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str  # when the pod became this task's
     lease: LeaseState | None
     ended: Previous | None  # how its pod ended, where it has
+    usage: wire.UsageReport | None = None  # what it uses now, of one that was asked for by its id
+
+
+class WorkspaceWritten(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a task's workspace is durable now."""
+
+    sandbox_id: str
+    pod_id: str
+    checkpoint: int  # its number
+    saved_at: str
+    stored_bytes: int  # in object storage
 
 
 class SandboxList(msgspec.Struct, frozen=True):
@@ -219,14 +335,33 @@ class KeyList(msgspec.Struct, frozen=True):
     keys: list[KeyInfo]
 
 
+class AuditEventInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One change: who made it, what it was, when and from where. `by`: a key's id, or a part of the manager."""
+
+    event_id: str
+    at: str
+    action: str
+    subject: str
+    by: str
+    role: str | None
+    member: str | None
+    address: str
+    details: dict[str, str | int | float | bool | None]
+
+
+class AuditEventList(msgspec.Struct, frozen=True):
+    events: list[AuditEventInfo]
+    next: str | None  # `after` for the next page; None: these were the last so far
+
+
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     """One profile's warm pods on its target: nobody's yet, ready to be claimed."""
 
     profile: str
     target: str
     ready: int
-    starting: int
-    wanted: int
+    pending: int  # asked for and not ready
+    wanted: int  # ready and pending that there should be, now
     message: str | None  # why the pool is smaller than it should be
 
 
@@ -244,6 +379,23 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
 
 class TargetList(msgspec.Struct, frozen=True):
     targets: list[TargetState]
+
+
+class QuotaState(msgspec.Struct, frozen=True, kw_only=True):
+    """A project's concurrency: a slot for every sandbox with a pod, task sessions and sandboxes being made included."""
+
+    tenant: str
+    project: str
+    slots_held: int
+    slots_limit: int | None  # None: no bound but the data plane's
+    cpu_held: float  # cores, by the limits of the sandboxes' profiles
+    cpu_limit: float | None
+    memory_held_bytes: int
+    memory_limit_bytes: int | None
+
+
+class QuotaList(msgspec.Struct, frozen=True):
+    quotas: list[QuotaState]
 
 
 class HealthState(msgspec.Struct, frozen=True, kw_only=True):

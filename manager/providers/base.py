@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -33,18 +33,31 @@ class Provider(Protocol):
 
     name: str  # of the target
 
+    @property
+    def current(self) -> bool:
+        """Whether the watch is known to have told all that there is to tell."""
+        ...
+
     async def create(
-        self, profile: Profile, name: str, labels: Mapping[str, str], annotations: Mapping[str, str]
+        self,
+        profile: Profile,
+        name: str,
+        labels: Mapping[str, str],
+        annotations: Mapping[str, str],
+        *,
+        wait: bool = True,
     ) -> Pod:
         """The pod, once its executor answers `/readyz`. Where it fails, nothing is left behind.
 
+        Not `wait`: as soon as the data plane has taken it, for one that may have to wait for room or an image; it is
+        kept however long that takes, its `waits` says for what, and the watch tells when it is ready.
         Raises CapacityExhausted, IsolationUnavailable, ImagePullFailed, Provisioning (deadline)."""
         ...
 
     async def get(self, name: str) -> Pod | None: ...
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[Pod]:
-        """Every living pod whose labels hold all of `labels`."""
+        """Every living pod whose labels hold all of `labels`, those included that are not ready yet."""
         ...
 
     async def patch(
@@ -65,4 +78,13 @@ class Provider(Protocol):
 
     async def close(self) -> None:
         """Lets go of this manager's resources. Pods live on."""
+        ...
+
+
+@runtime_checkable
+class Electing(Protocol):
+    """A data plane that can also say which of several managers does what only one has to."""
+
+    async def lead(self, name: str, holder: str, seconds: float) -> bool:
+        """As the store's `lead`."""
         ...

@@ -144,6 +144,12 @@ class Leases:
         self._held.pop(sandbox_id, None)
         self._dirty.discard(sandbox_id)
 
+    def new_terms(self, sandbox_id: str, terms: LeaseTerms) -> None:
+        """How long it lasts is asked for again. What runs counts on, and an end that was not written yet still is."""
+        held = self._held.get(sandbox_id)
+        if held is not None:
+            held.terms, held.safe_until = terms, 0.0
+
     def changed(self, sandbox_id: str) -> None:
         if sandbox_id in self._held:
             self._dirty.add(sandbox_id)

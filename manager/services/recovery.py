@@ -11,43 +11,111 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from manager.errors import ManagerError, StoreUnavailable
-from manager.model import LABEL_STATE, NOTE_BOUND_AT, Binding, BindingState, Pod, PodState
+from manager.model import (
+    LABEL_STATE,
+    NOTE_BOUND_AT,
+    NOTE_TOKEN,
+    Binding,
+    BindingState,
+    Pod,
+    PodState,
+)
 from manager.services.claims import binding_of
-from manager.services.pods import PodWatch
+from manager.services.pods import Lead, PodWatch
 from manager.services.sandboxes import Sandboxes
 from manager.store.base import Store
 
 log = logging.getLogger(__name__)
 
+_WITH_POD: Final = (BindingState.BOUND, BindingState.CLOSING)
 EVERY_SEC: Final = 60.0
-_LEAD_SEC: Final = 90.0
+_LOOK_SEC: Final = 5.0  # between two looks at who leads, and whether a pass is due
+_LEAD_SEC: Final = 15.0
+_STRAY_SEC: Final = 30.0  # a claimed pod that no record tells of is nobody's after this
 
 
 class Recovery:
-    def __init__(self, store: Store, sandboxes: Sandboxes, watches: Mapping[str, PodWatch], holder: str) -> None:
+    def __init__(
+        self, store: Store, sandboxes: Sandboxes, watches: Mapping[str, PodWatch], holder: str, *, lead: Lead
+    ) -> None:
         self._store = store
+        self._lead = lead
         self._sandboxes = sandboxes
         self._watches = watches
         self._holder = holder
         self.adopted = 0
         self.deleted = 0
         self.ended = 0
+        self.recounted = 0  # slots that were nobody's
+        self._due_at = 0.0  # monotonic: of the next pass
+        self._settling: asyncio.Task[None] | None = None
 
     async def recover_forever(self) -> None:
+        """A pass a minute, and one as soon as this manager leads: whoever led before it may have died."""
+        led = False
         while True:
-            await asyncio.sleep(EVERY_SEC * random.uniform(0.8, 1.2))
+            await asyncio.sleep(_LOOK_SEC * random.uniform(0.8, 1.2))
             try:
-                if await self._store.lead("recovery", self._holder, _LEAD_SEC):
+                leads = await self._lead("recovery", self._holder, _LEAD_SEC)
+                if leads and (not led or time.monotonic() >= self._due_at):
+                    self._due_at = time.monotonic() + (EVERY_SEC if led else _STRAY_SEC)
                     await self.recover()
+                led = leads
             except (ManagerError, OSError) as why:
                 log.warning("recovery_paused", extra={"why": str(why)})
 
+    async def settle_claims(self, claims: Sequence[Binding]) -> None:
+        """Ends claims whose managers have died: a pod that was bound already is adopted, any other goes, and then the
+        record and the slot. Raises StoreUnavailable, and what a provider's list raises; safe to repeat."""
+        for claim in claims:
+            if claim.target not in self._watches:  # whoever has that target finds the pod as one that is nobody's
+                await self._store.abandon_binding(claim)
+        for target in {claim.target for claim in claims} & self._watches.keys():
+            watch = self._watches[target]
+            by_token = {pod.annotations.get(NOTE_TOKEN): pod for pod in await watch.provider.list() if not pod.deleting}
+            for claim in claims:
+                if claim.target != target:
+                    continue
+                try:
+                    await self._settle_claim(watch, claim, by_token.get(claim.token))
+                except StoreUnavailable:
+                    raise
+                except (ManagerError, OSError) as why:
+                    log.warning("claim_not_settled", extra={"sandbox": claim.sandbox_id, "why": str(why)})
+
+    async def _settle_claim(self, watch: PodWatch, claim: Binding, pod: Pod | None) -> None:
+        if pod is not None and await self._adopted(pod):
+            return
+        if pod is not None:
+            await self._delete(watch, pod, "whoever claimed it has died")
+        await self._store.abandon_binding(claim)
+        self._due_at = min(self._due_at, time.monotonic() + _STRAY_SEC)  # a pod may come yet
+
+    async def _adopted(self, pod: Pod) -> bool:
+        told = binding_of(pod)
+        try:
+            adopted = told is not None and await self._sandboxes.adopt(pod, told)
+        except StoreUnavailable:
+            raise
+        except ManagerError as why:  # it does not answer, and nobody was told of it
+            log.warning("claimed_pod_silent", extra={"pod": pod.name, "why": why.message})
+            return False
+        self.adopted += adopted
+        return adopted
+
+    async def settle(self) -> None:
+        """The pass that everybody waits for who found the store empty: one for all of them."""
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self.recover(), name="recovery-of-all")
+        await asyncio.shield(self._settling)
+
     async def recover(self) -> None:
-        """One pass. Raises StoreUnavailable, and what a provider's list raises; safe to repeat."""
+        """One pass, after which quotas can be counted. Raises StoreUnavailable, and what a provider's list raises; safe
+        to repeat."""
         living: set[tuple[str, str]] = set()
         for target, watch in self._watches.items():
             # Listed before the records are read: a pod made in between belongs to a record that is still claiming.
@@ -63,8 +131,10 @@ class Recovery:
                 except (ManagerError, OSError) as why:
                     log.warning("pod_not_settled", extra={"pod": pod.name, "why": str(why)})
         for binding in await self._store.list_bindings():
-            if binding.state is BindingState.BOUND and (binding.target, binding.pod) not in living:
+            if binding.state in _WITH_POD and (binding.target, binding.pod) not in living:
                 await self._end_if_gone(binding)
+        self.recounted += await self._store.recount()
+        await self._store.settle()
 
     async def _settle(self, watch: PodWatch, pod: Pod) -> None:
         told = binding_of(pod)
@@ -73,19 +143,19 @@ class Recovery:
                 await self._delete(watch, pod, "names no task")
             return
         record = await self._store.get_binding(told.owner, told.task_id)
-        if record is not None and record.pod == pod.name and record.state is BindingState.BOUND:
+        if record is not None and record.pod == pod.name and record.state in _WITH_POD:
             return
         ours = record is not None and record.state is BindingState.CLAIMING and record.token == told.token
         if record is not None and not ours:
             await self._delete(watch, pod, "its task has another pod, or none since its own was ended")
         elif await self._sandboxes.adopt(pod, told):
             self.adopted += 1  # no record, or the claim of a manager that died before it could say so
-        elif self._overdue(pod):
+        elif self._overdue(pod) and not (record is not None and await self._store.claim_left_sec(record)):
             await self._delete(watch, pod, "it was claimed and never bound")
 
     def _overdue(self, pod: Pod) -> bool:
         """Older than any claim that may still be under way."""
-        return time.time() - _claimed_at(pod) > self._sandboxes.claim_sec
+        return time.time() - _claimed_at(pod) > _STRAY_SEC
 
     async def _delete(self, watch: PodWatch, pod: Pod, why: str) -> None:
         log.warning("stray_pod_deleted", extra={"pod": pod.name, "why": why})
@@ -98,9 +168,8 @@ class Recovery:
         if watch is None:
             return  # another manager's target
         if await watch.provider.get(binding.pod) is None:
-            ended = self._sandboxes.ended(binding.pod)
-            if await self._sandboxes.end(binding, ended.reason if ended is not None else "lost"):
-                self.ended += 1
+            await self._sandboxes.note_gone(binding, by="recovery")
+            self.ended += 1
 
 
 def _claimed_at(pod: Pod) -> float:

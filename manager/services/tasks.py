@@ -8,10 +8,10 @@ nothing is run twice.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -23,6 +23,7 @@ from manager.errors import (
     InvalidRequest,
     ManagerError,
     NotFound,
+    NotSupported,
     OutcomeUnknown,
     Provisioning,
     SandboxGone,
@@ -30,17 +31,20 @@ from manager.errors import (
 )
 from manager.executor_answers import ExecutorNotReached
 from manager.executor_client import STREAM_IDLE_SEC, ExecutorClient, ForwardedResponse, PortAnswer
-from manager.model import Binding, BindingState, Owner, PodEnded, Principal
+from manager.model import Binding, BindingState, Owner, PodEnded, Principal, owned_by_name
 from manager.pod_socket import PodSocket
 from manager.services.idempotency import Marks, Once
 from manager.services.leases import Leases, Traffic
+from manager.services.manifests import Manifest
 from manager.services.sandboxes import Bound, Provisioned, Sandboxes, Workspace, gone, when
 from manager.store.base import Store
 
 _PROVIDES: Final = frozenset({"POST", "PUT"})
 _ROOTS: Final = frozenset({"processes", "sessions", "terminals", "files", "archive", "usage"})
+_CHANGED_BY_CALLS: Final = frozenset({"files", "archive"})
 _CARRY_CONTENT: Final = ("/v1/files", "/v1/archive")
 _MAX_WAIT_SEC: Final = 86_400.0
+USAGE_SEC: Final = 5.0  # an executor that takes longer to say what it uses is not waited for
 _STARTING: Final = frozenset({"/v1/processes", "/v1/sessions", "/v1/terminals"})
 _BOUND_TO_POD: Final = frozenset({"processes", "sessions", "terminals"})  # their ids mean nothing in another pod
 _EXEC_REQUEST: Final = msgspec.json.Decoder(ExecRequest)
@@ -84,6 +88,7 @@ class TaskSocket(msgspec.Struct, frozen=True):
     socket: PodSocket
     traffic: Callable[[], None]  # to be called for everything real that passes: that is what renews the lease
     check: Callable[[], None]  # raises SandboxGone where the pod's time is over
+    truth: Callable[[ManagerError], Awaitable[ManagerError]]  # what to tell where the connection broke with that error
 
 
 class TaskForward(msgspec.Struct, frozen=True):
@@ -126,8 +131,33 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     pod_id: str | None
     created_at: str  # of this pod's claim
+    image_digest: str = ""
     lease: LeaseView | None = None
     ended: Previous | None = None
+
+
+class Keeps(Protocol):
+    """`manager.services.keeping.TaskWorkspaces`."""
+
+    async def save(self, bound: Bound) -> Manifest: ...
+
+
+class WritesThrough(Protocol):
+    """`manager.services.writethrough.WriteThrough`."""
+
+    def wanted(self, binding: Binding) -> bool: ...
+
+    async def changed(self, bound: Bound) -> None: ...
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a task's workspace is durable now."""
+
+    sandbox_id: str
+    pod_id: str
+    checkpoint: int  # its number
+    saved_at: str
+    stored_bytes: int  # in object storage
 
 
 class TaskSessions:
@@ -139,6 +169,8 @@ class TaskSessions:
         self._sandboxes = sandboxes
         self._leases = leases
         self._client = client
+        self.kept: Keeps | None = None
+        self.write_through: WritesThrough | None = None
         self.stale_results_rejected = 0
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +190,7 @@ class TaskSessions:
         owner = principal.owner
         once = self._once(owner, task_id, idempotency_key, "exec", request)
         for last in (False, True):
-            bound = await self._bound(owner, task_id, profile, region, pod_expected)
+            bound = await self._bound(principal, task_id, profile, region, pod_expected)
             with self._sandboxes.operation(bound):
                 await once.prepare(bound)
                 try:
@@ -167,10 +199,8 @@ class TaskSessions:
                     if last or not await self._replaceable(bound, once):
                         raise
                     continue
-                except (OutcomeUnknown, ExecutorUnreachable):
-                    self._sandboxes.invalidate(bound.binding)
-                    self._check_current(bound, once.request.id)  # where its end is known, that is the better answer
-                    raise
+                except (OutcomeUnknown, ExecutorUnreachable) as why:
+                    raise await self._truth(bound, why, once.request.id) from why
                 self._check_current(bound, once.request.id)
             return TaskExecAnswer(result, _facts(bound))
         raise AssertionError("the second try returned or raised")
@@ -192,7 +222,7 @@ class TaskSessions:
         once = self._once(owner, task_id, idempotency_key, "exec", request)
         async with AsyncExitStack() as stack:
             for last in (False, True):
-                bound = await self._bound(owner, task_id, profile, region, pod_expected)
+                bound = await self._bound(principal, task_id, profile, region, pod_expected)
                 with self._sandboxes.operation(bound):
                     await once.prepare(bound)
                     try:
@@ -201,9 +231,8 @@ class TaskSessions:
                         if last or not await self._replaceable(bound, once):
                             raise
                         continue
-                    except (OutcomeUnknown, ExecutorUnreachable):
-                        self._sandboxes.invalidate(bound.binding)
-                        raise
+                    except (OutcomeUnknown, ExecutorUnreachable) as why:
+                        raise await self._truth(bound, why, once.request.id) from why
                     current = self._current_events(bound, once, events)
                     try:
                         yield TaskStream(_facts(bound), once.request.id or "", current)
@@ -249,12 +278,13 @@ class TaskSessions:
         provides = method in _PROVIDES and (starts or parts[2] not in _BOUND_TO_POD)
         works = method in ("POST", "PUT", "DELETE") or (method == "GET" and path in _CARRY_CONTENT)
         works = works and path != "/v1/files/watch"  # who only looks on keeps nothing alive
+        changes_files = works and method != "GET" and parts[2] in _CHANGED_BY_CALLS
         idle_sec = None if wait_sec is None else STREAM_IDLE_SEC + min(wait_sec, _MAX_WAIT_SEC)
         given = _Given(body)
         async with AsyncExitStack() as stack:
             for last in (False, True):
                 if provides:
-                    bound = await self._bound(owner, task_id, profile, region, pod_expected)
+                    bound = await self._bound(principal, task_id, profile, region, pod_expected)
                 else:
                     bound = await self._existing(owner, task_id, pod_expected, renew=works)
                 with self._sandboxes.operation(bound) if works else nullcontext():
@@ -280,8 +310,11 @@ class TaskSessions:
                         raise _of_an_earlier_pod(bound, why, path) or why from None
                     except ExecutorUnreachable as why:
                         if outcome_of is None:
-                            raise
-                        raise OutcomeUnknown(f"{why.message}; ask for the process by its id", id=outcome_of) from why
+                            raise await self._truth(bound, why, None) from why
+                        unknown = OutcomeUnknown(f"{why.message}; ask for the process by its id", id=outcome_of)
+                        raise await self._truth(bound, unknown, outcome_of) from why
+                    if changes_files:
+                        await self._make_durable(bound)
                     self._check_current(bound, once.request.id if once is not None else outcome_of)
                     yield TaskForward(_facts(bound), response)
                     return
@@ -307,7 +340,7 @@ class TaskSessions:
         once = self._once(owner, task_id, idempotency_key, "exec", request)
         async with AsyncExitStack() as stack:
             for last in (False, True):
-                bound = await self._bound(owner, task_id, profile, region, pod_expected)
+                bound = await self._bound(principal, task_id, profile, region, pod_expected)
                 with self._sandboxes.operation(bound):
                     await once.prepare(bound)
                     try:
@@ -319,7 +352,8 @@ class TaskSessions:
                         continue
                     await socket.send(FRAME_START, msgspec.json.encode(once.request))
                     check = partial(self._check_current, bound, once.request.id)
-                    yield TaskSocket(_facts(bound), socket, _nothing, check)
+                    truth = partial(self._truth, bound, process_id=once.request.id)
+                    yield TaskSocket(_facts(bound), socket, _nothing, check, truth)
                     return
 
     @asynccontextmanager
@@ -340,7 +374,9 @@ class TaskSessions:
                 raise gone(self._sandboxes.ended(bound.binding.pod)) from None
             traffic = Traffic(lambda: self._sandboxes.operation(bound))
             stack.callback(traffic.close)
-            yield TaskSocket(_facts(bound), socket, traffic.passed, partial(self._check_current, bound, None))
+            check = partial(self._check_current, bound, None)
+            truth = partial(self._truth, bound, process_id=None)
+            yield TaskSocket(_facts(bound), socket, traffic.passed, check, truth)
 
     # ── servers in the pod ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -410,18 +446,54 @@ class TaskSessions:
         """Raises NotFound for a task that was never used."""
         binding = await self._sandboxes.find(principal.owner, task_id)
         if binding is None:
-            raise NotFound("there is no such task")
+            raise _unknown(task_id)
         return await self._view(binding)
+
+    async def view(self, binding: Binding, *, ask: bool = True) -> TaskView:
+        """Of any sandbox with a pod. `ask`: also the executor, for work that no operation holds."""
+        return await self._view(binding, ask=ask)
+
+    async def usage(self, binding: Binding) -> bytes | None:
+        """What the sandbox uses, as its executor says; None where it does not answer."""
+        pod = self._sandboxes.bound_of(binding).pod
+        try:
+            async with self._client.forward(pod, "GET", "/v1/usage", "", {}, None, idle_sec=USAGE_SEC) as response:
+                return b"".join([piece async for piece in response.body])
+        except ManagerError:
+            return None
 
     async def list(self, principal: Principal) -> list[TaskView]:
         """Every task of the project that has a sandbox, oldest first."""
         bindings = await self._store.list_bindings(principal.owner)
+        bindings = [binding for binding in bindings if owned_by_name(binding.task_id) is None]
         bindings.sort(key=lambda binding: (binding.created_at, binding.sandbox_id))
         return [await self._view(binding, ask=False) for binding in bindings]
 
-    async def retire(self, owner: Owner, task_id: str) -> None:
-        """Ends the task's sandbox; no error where there is none."""
-        await self._sandboxes.retire(owner, task_id)
+    async def writeback(self, principal: Principal, task_id: str, *, pod_expected: str | None = None) -> Written:
+        """Makes what is in the task's pod durable: of that very pod, or not at all.
+
+        Raises NotFound, SandboxGone where the pod (that was asked for) has ended, NotSupported, StoreUnavailable."""
+        if self.kept is None:
+            raise NotSupported("this manager has no object storage, so that no workspace can be kept")
+        owner = principal.owner
+        binding = await self._sandboxes.find(owner, task_id)
+        if binding is not None and pod_expected is not None and binding.pod != pod_expected:
+            raise gone(self._sandboxes.ended(pod_expected) or binding.previous)
+        bound = await self._existing(owner, task_id, pod_expected, renew=True)
+        with self._sandboxes.operation(bound):
+            saved = await self.kept.save(bound)
+        self._check_current(bound, None)
+        return Written(
+            sandbox_id=bound.binding.sandbox_id,
+            pod_id=bound.binding.pod,
+            checkpoint=saved.number,
+            saved_at=when(saved.saved_at),
+            stored_bytes=saved.stored_bytes,
+        )
+
+    async def retire(self, owner: Owner, task_id: str, *, by: Principal | str = "manager") -> None:
+        """Ends the task's sandbox; no error where there is none. `by`: for the audit log."""
+        await self._sandboxes.retire(owner, task_id, by=by)
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -451,11 +523,12 @@ class TaskSessions:
         return Once(self._marks, owner, task_id, key, kind, request)
 
     async def _bound(
-        self, owner: Owner, task_id: str, profile: str | None, region: str | None, pod_expected: str | None
+        self, principal: Principal, task_id: str, profile: str | None, region: str | None, pod_expected: str | None
     ) -> Bound:
+        owner = principal.owner
         if pod_expected is not None:
             await self._expect(owner, task_id, pod_expected)
-        bound = await self._sandboxes.ensure(owner, task_id, profile, region)
+        bound = await self._sandboxes.ensure(owner, task_id, profile, region, by=principal)
         if pod_expected is not None and bound.binding.pod != pod_expected:
             raise _replaced(pod_expected, bound.binding.pod)
         return bound
@@ -463,6 +536,8 @@ class TaskSessions:
     async def _expect(self, owner: Owner, task_id: str, pod: str) -> None:
         """Raises SandboxReplaced or SandboxGone unless the task is bound to that very pod: no other is provided."""
         binding = await self._sandboxes.find(owner, task_id)
+        if binding is None and owned_by_name(task_id) is not None:
+            await self._sandboxes.ensure(owner, task_id)  # one that is not there, or has no pod, is that first
         if binding is None or binding.pod != pod:
             raise _replaced(pod, binding.pod if binding is not None else "")
         if binding.state is BindingState.ENDED:
@@ -470,10 +545,17 @@ class TaskSessions:
 
     async def _existing(self, owner: Owner, task_id: str, pod_expected: str | None, *, renew: bool) -> Bound:
         binding = await self._sandboxes.find(owner, task_id)
+        if owned_by_name(task_id) is not None and (binding is None or binding.state is not BindingState.BOUND):
+            kept = await self._sandboxes.ensure(owner, task_id)  # its keeper says what it is
+            if pod_expected is not None and kept.binding.pod != pod_expected:
+                raise _replaced(pod_expected, kept.binding.pod)
+            return kept
         if binding is None:
-            raise NotFound("there is no such task")
+            raise _unknown(task_id)
         if binding.state is BindingState.CLAIMING:
             raise Provisioning("the task's sandbox is still being made")
+        if binding.state is BindingState.CLOSING and renew:
+            raise Provisioning("the task's sandbox is just being reclaimed, with its files kept; try again shortly")
         if pod_expected is not None and binding.pod != pod_expected:
             raise _replaced(pod_expected, binding.pod)
         if binding.state is BindingState.ENDED:
@@ -484,6 +566,25 @@ class TaskSessions:
         if bound is None:
             raise gone(self._sandboxes.ended(binding.pod))
         return bound
+
+    async def _make_durable(self, bound: Bound) -> None:
+        """What a call has just changed in the pod. Raises what says that it is there, but not yet durable."""
+        through = self.write_through
+        if through is None or not through.wanted(bound.binding):
+            return
+        try:
+            await through.changed(bound)
+        except SandboxGone:
+            self._sandboxes.invalidate(bound.binding)
+            raise
+        except ManagerError as why:
+            if isinstance(why, ExecutorUnreachable) and (truth := await self._truth(bound, why, None)) is not why:
+                raise truth from why
+            why.message = (
+                f"the change is in the sandbox, but not yet durable: {why.message}. Repeating the call is safe"
+            )
+            why.details |= {"in_sandbox": True, "durable": False}
+            raise
 
     async def _replaceable(self, bound: Bound, once: Once) -> bool:
         """The executor was not reached: whether its pod has ended, so that another may run the command."""
@@ -505,10 +606,24 @@ class TaskSessions:
     async def _current_events(
         self, bound: Bound, once: Once, events: AsyncIterator[FrameEvent]
     ) -> AsyncGenerator[FrameEvent, None]:
-        async for event in events:
-            if self._sandboxes.ended(bound.binding.pod) is not None:
-                self._check_current(bound, once.request.id)
-            yield event
+        try:
+            async for event in events:
+                if self._sandboxes.ended(bound.binding.pod) is not None:
+                    self._check_current(bound, once.request.id)
+                yield event
+        except OutcomeUnknown as why:
+            raise await self._truth(bound, why, once.request.id) from why
+
+    async def _truth(self, bound: Bound, why: ManagerError, process_id: str | None) -> ManagerError:
+        """What to tell whose command was under way when its pod could not be spoken to any more: that the pod has
+        ended, and how, where that is so."""
+        ended = await self._sandboxes.ended_under(bound)
+        if ended is None:
+            return why
+        error = gone(ended)
+        if process_id is not None:
+            error.details["id"] = process_id
+        return error
 
     async def _view(self, binding: Binding, *, ask: bool = True) -> TaskView:
         """`ask`: also the executor, for work that no operation holds."""
@@ -527,6 +642,7 @@ class TaskSessions:
             generation=binding.generation,
             pod_id=binding.pod if live and binding.pod else None,
             created_at=when(binding.created_at),
+            image_digest=self._sandboxes.image_digest(binding) if live else "",
             lease=LeaseView(
                 until=when(time.time() + lease.until - lease.now),  # the store's clock is compared with itself only
                 hard_end=when(time.time() + lease.hard_end - lease.now),
@@ -545,6 +661,10 @@ class TaskSessions:
         except ManagerError:
             return False
         return info.running > 0
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound("there is no such task" if owned_by_name(name) is None else "there is no such sandbox")
 
 
 def _nothing() -> None:

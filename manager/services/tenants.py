@@ -24,10 +24,14 @@ from manager.errors import (
     Unauthenticated,
 )
 from manager.model import Owner, Principal, Role, new_id
+from manager.services.audit import AuditLog, NoAudit
+from manager.services.keyring import KeyRing
 from manager.store.base import KeyRecord, Store
+from manager.store.objects import Objects
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")  # of a tenant or project: fits labels, paths and keys
-MEMBER_MAX_BYTES: Final = 254  # an e-mail address
+MEMBER: Final = re.compile(r"[^@\s]+@[^@\s]+\Z")  # an e-mail address
+MEMBER_MAX_BYTES: Final = 254
 KEY_NAME_MAX_BYTES: Final = 200
 
 # `sk_<id>_<secret><checksum>`: 26, 32 (160 bits of 5 each) and 7 characters. The fixed shape is what secret scanners
@@ -51,15 +55,18 @@ class Tenants:
     def __init__(
         self,
         store: Store,
+        objects: Objects,
         pepper: bytes,
         *,
+        audit: AuditLog | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if len(pepper) < 16:
             raise ValueError("the pepper of API keys needs at least 16 bytes")
-        self._store = store
+        self._ring = KeyRing(store, objects, monotonic=monotonic)
         self._pepper = pepper
+        self._audit: AuditLog = NoAudit() if audit is None else audit
         self._clock = clock
         self._verified = _Verified(monotonic)
         self._failures = _Failures(monotonic)
@@ -68,9 +75,17 @@ class Tenants:
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def create_key(
-        self, owner: Owner, role: Role, name: str, member: str | None = None, expires_at: float | None = None
+        self,
+        owner: Owner,
+        role: Role,
+        name: str,
+        member: str | None = None,
+        expires_at: float | None = None,
+        *,
+        by: Principal | str = "operator",
     ) -> tuple[str, KeyRecord]:
-        """The key's text, which nobody can show again, and what is kept of it. `expires_at`: seconds since the epoch.
+        """The key's text, which nobody can show again, and what is kept of it. `expires_at`: seconds since the epoch;
+        `by`: for the audit log.
 
         Raises InvalidRequest."""
         check_owner(owner)
@@ -94,7 +109,10 @@ class Tenants:
             created_at=now,
             expires_at=expires_at,
         )
-        await self._store.put_key(record)
+        await self._ring.add(record)
+        await self._audit.record(
+            "key.created", key_id, owner=owner, by=by, role_given=role.value, member_given=member, name=name
+        )
         return f"sk_{key_id}_{secret}{_checksum(key_id, secret)}", record
 
     async def issue_key(
@@ -104,12 +122,12 @@ class Tenants:
         _refuse_members(principal)
         if role is Role.PLATFORM and principal.role is not Role.PLATFORM:
             raise Forbidden("only a platform key can make a platform key")
-        return await self.create_key(principal.owner, role, name, member, expires_at)
+        return await self.create_key(principal.owner, role, name, member, expires_at, by=principal)
 
     async def list_keys(self, principal: Principal) -> Sequence[KeyRecord]:
         """The keys of the principal's project. Raises Forbidden for a member."""
         _refuse_members(principal)
-        kept = await self._store.list_keys(principal.owner)
+        kept = await self._ring.of(principal.owner)
         return [record for record in kept if _may_see(principal, record)]
 
     async def revoke_key(self, principal: Principal, key_id: str) -> None:
@@ -119,10 +137,28 @@ class Tenants:
         _refuse_members(principal)
         if KEY_ID.match(key_id) is None:
             raise NotFound("no such key")
-        record = await self._store.get_key(key_id)
-        if record is None or not _may_see(principal, record) or not await self._store.delete_key(key_id):
+        if await self._ring.remove(principal.owner, key_id, lambda record: _may_see(principal, record)) is None:
             raise NotFound("no such key")
         self._verified.forget_key(key_id)
+        await self._audit.record("key.revoked", key_id, owner=principal.owner, by=principal)
+
+    async def every_key(self) -> Sequence[KeyRecord]:
+        """Everybody's, for operators."""
+        return await self._ring.every()
+
+    async def revoke_any(self, key_id: str, *, by: str = "operator") -> bool:
+        """The same for an operator, whosever key it is; whether there was one."""
+        record = await self._ring.find(key_id) if KEY_ID.match(key_id) else None
+        if record is None:
+            return False
+        owner = Owner(record.tenant, record.project)
+        await self._ring.remove(owner, key_id)
+        self._verified.forget_key(key_id)
+        await self._audit.record("key.revoked", key_id, owner=owner, by=by)
+        return True
+
+    async def close(self) -> None:
+        await self._ring.close()
 
     # ── who is calling ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,9 +184,14 @@ class Tenants:
 
     @staticmethod
     def principal(
-        record: KeyRecord, tenant_header: str | None, project_header: str | None, member_header: str | None
+        record: KeyRecord,
+        tenant_header: str | None,
+        project_header: str | None,
+        member_header: str | None,
+        address: str = "",
     ) -> Principal:
-        """Who the key stands for in this request; the headers are None where they were not sent.
+        """Who the key stands for in this request; the headers are None where they were not sent. `address`: where the
+        request came from.
 
         A platform key has to say for which project it acts (ScopeRequired, InvalidRequest). Any other has its own, and
         headers are refused even where they name just that (ScopeRefused)."""
@@ -159,14 +200,14 @@ class Tenants:
                 raise ScopeRefused(
                     "only a platform key may send X-Sandbox-Tenant-Id, -Project-Id or -Member: leave them out"
                 )
-            return Principal(Owner(record.tenant, record.project), record.role, record.key_id, record.member)
+            return Principal(Owner(record.tenant, record.project), record.role, record.key_id, record.member, address)
         if not tenant_header or not project_header:
             raise ScopeRequired(
                 "a platform key acts for a project: say which in X-Sandbox-Tenant-Id and X-Sandbox-Project-Id"
             )
         owner = check_owner(Owner(tenant_header, project_header))
         member = check_member(member_header) if member_header else record.member
-        return Principal(owner, record.role, record.key_id, member)
+        return Principal(owner, record.role, record.key_id, member, address)
 
     async def _looked_up_once(self, digest: bytes, key_id: str, secret: str) -> KeyRecord | None:
         """A thousand requests at once with one key ask the store once."""
@@ -183,7 +224,7 @@ class Tenants:
             lookup.exception()  # seen here, in case that all who waited have hung up
 
     async def _looked_up(self, digest: bytes, key_id: str, secret: str) -> KeyRecord | None:
-        record = await self._store.get_key(key_id)
+        record = await self._ring.get(key_id)
         # The same work where there is no such key: how long it takes does not tell which ids exist.
         expected = _NO_HASH if record is None else record.secret_hash
         if not hmac.compare_digest(self._hash(secret), expected) or record is None:
@@ -208,7 +249,7 @@ def check_owner(owner: Owner) -> Owner:
 
 def check_member(member: str) -> str:
     """`member` itself. Raises InvalidRequest."""
-    if not member or not member.isprintable() or " " in member or _bytes_of(member) > MEMBER_MAX_BYTES:
+    if MEMBER.match(member) is None or not member.isprintable() or _bytes_of(member) > MEMBER_MAX_BYTES:
         raise InvalidRequest(f"a member is an e-mail address of at most {MEMBER_MAX_BYTES} bytes", field="member")
     return member
 

@@ -7,11 +7,13 @@ StoreUnavailable when Redis does not answer in time or refuses, and is then safe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 
-from manager.model import Binding, LeaseTerms, Owner, PodEnded, Role
+from manager.model import Binding, LeaseTerms, Load, Owner, PodEnded, Role
+
+NO_LOAD: Final = Load()
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,14 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     terms: LeaseTerms
 
 
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What of its quota a project has in use."""
+
+    slots: int
+    cpu: float  # cores, of the sandboxes whose profile bounds it
+    memory_bytes: int
+
+
 class IdempotencyMark(msgspec.Struct, frozen=True):
     """What an idempotency key was first used for."""
 
@@ -57,17 +67,80 @@ class MarkWanted(msgspec.Struct, frozen=True):
     pod: str
 
 
+class AuditEntry(msgspec.Struct, frozen=True):
+    """One event that waits for object storage, by its place in the stream."""
+
+    place: str
+    event: bytes  # JSON; b"" where `lost` events found no room
+    lost: int = 0
+
+
+class Cache(Protocol):
+    """Copies of what lies elsewhere, for some seconds. Raises StoreUnavailable; nothing depends on it."""
+
+    async def cache_get(self, keys: Sequence[str]) -> Sequence[str | None]:
+        """In one round trip; None where there is none."""
+        ...
+
+    async def cache_put(self, key: str, text: str, ttl_sec: float, *, only_absent: bool = False) -> None: ...
+    async def cache_drop(self, key: str) -> None: ...
+
+
 class Store(Protocol):
     # bindings
-    async def begin_binding(self, wanted: Binding, claim_sec: float, slots: int | None) -> Binding:
+    async def begin_binding(
+        self, wanted: Binding, claim_sec: float, slots: int | None, load: Load = NO_LOAD, most: Load = NO_LOAD
+    ) -> Binding:
         """The task's binding after at most one atomic step.
 
-        Where there is none, an ended one, or a `claiming` one older than `claim_sec`, `wanted` (state CLAIMING) is
+        Where there is none or an ended one, `wanted` (state CLAIMING, stale after `claim_sec` without a renewal) is
         stored with the right `generation`, `previous` and `created_at`, and returned: its token is the caller's. The
         sandbox outlives its pods: where there was a record, its `sandbox_id` stays, so go on with the answer and not
         with `wanted`. Otherwise the present one is returned unchanged. `slots`: how many sandboxes the owner may hold,
-        this one included (claims that nobody finished in their `claim_sec` are not held); raises QuotaExceeded beyond
-        (details: held, limit)."""
+        this one included (a stale claim holds its slot until its pod is gone, see `expired_claims`); `load`: what this
+        one may use, `most`: what the owner's may in all. Raises QuotaExceeded beyond (details: what, held, limit), and
+        StoreUnsettled in a Redis that is empty: see `settle`."""
+        ...
+
+    async def renew_claim(self, binding: Binding, claim_sec: float, closer: str = "") -> bool:
+        """The claim, or the closing of `closer`, is not stale for so long from now. False: it is not ours any more."""
+        ...
+
+    async def claim_left_sec(self, binding: Binding) -> float:
+        """Seconds until the claim of this token is stale; 0 where it is, or is no claim."""
+        ...
+
+    async def expired_claims(self, limit: int = 100) -> list[Binding]:
+        """CLAIMING records whose claim is stale: whoever was at it has died. Oldest first."""
+        ...
+
+    async def close_binding(
+        self, binding: Binding, claim_sec: float, closer: str = "", *, if_expired: bool = False
+    ) -> bool:
+        """BOUND -> CLOSING by `closer` for at most `claim_sec` (see `renew_claim`), or taken over from one that fell
+        silent at it, and can neither renew, reopen nor end it from then on.
+
+        Its lease cannot be renewed from now on and its slot stays taken. `if_expired`: only where the lease has passed,
+        checked in the same step. False: another token or state, or renewed, or somebody is closing it."""
+        ...
+
+    async def reopen_binding(self, binding: Binding, lease_sec: float, closer: str = "") -> bool:
+        """CLOSING -> BOUND, with a lease of so long from now. False: it has ended, or is another's."""
+        ...
+
+    async def set_terms(self, binding: Binding, terms: LeaseTerms) -> bool:
+        """Other terms for a sandbox with a pod, its lease counted anew by them. False: it has none of this token."""
+        ...
+
+    async def held(self, owner: Owner) -> Held: ...
+
+    async def recount(self) -> int:
+        """Takes away slots of sandboxes that have ended or are unknown; how many there were."""
+        ...
+
+    async def settle(self) -> None:
+        """Says that every pod there is has been looked at, so that quotas can be counted: until then, and again after
+        Redis was wiped, `begin_binding` refuses."""
         ...
 
     async def commit_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
@@ -80,7 +153,7 @@ class Store(Protocol):
         error where it is not there."""
         ...
 
-    async def adopt_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
+    async def adopt_binding(self, binding: Binding, terms: LeaseTerms, load: Load = NO_LOAD) -> bool:
         """Writes a BOUND record found from a pod's labels, with an idle lease. True as well where the task's record
         is already of this token, CLAIMING or BOUND; an existing lease is kept then.
 
@@ -96,11 +169,14 @@ class Store(Protocol):
         """All that are not ENDED, of one owner or of everybody."""
         ...
 
-    async def end_binding(self, binding: Binding, ended: PodEnded, *, if_expired: bool = False) -> bool:
+    async def end_binding(
+        self, binding: Binding, ended: PodEnded, *, if_expired: bool = False, closer: str = ""
+    ) -> bool:
         """-> ENDED, lease and slot given back; the record is kept a week. False: another token or already ended.
 
         `if_expired`: only where the lease's until or hard end has passed, checked in the same step; False where it
-        was renewed meanwhile. The reaper ends bindings only so: an operation that began after it looked wins."""
+        was renewed meanwhile. The reaper ends bindings only so: an operation that began after it looked wins. `closer`:
+        only where it is CLOSING by that one."""
         ...
 
     # leases
@@ -141,14 +217,30 @@ class Store(Protocol):
         """The same for each of them, in their order, in one step and round trip."""
         ...
 
-    # keys
-    async def put_key(self, record: KeyRecord) -> None: ...
+    # API keys: copies of what object storage has
+    async def cache_key(self, record: KeyRecord) -> None:
+        """Keeps a copy; not where there is one, nor over the mark of a revocation."""
+        ...
 
-    async def get_key(self, key_id: str) -> KeyRecord | None: ...
+    async def cached_key(self, key_id: str) -> KeyRecord | Literal["revoked"] | None: ...
 
-    async def list_keys(self, owner: Owner | None) -> Sequence[KeyRecord]: ...
+    async def mark_key_revoked(self, key_id: str) -> None:
+        """In place of any copy; for an hour, in which every lookup that was under way has ended."""
+        ...
 
-    async def delete_key(self, key_id: str) -> bool: ...
+    # audit events on their way to object storage
+    async def append_audit(self, events: Sequence[bytes], most: int) -> int:
+        """Each event (JSON) at the end of the stream, in one step. How many found it full, at `most` entries: they are
+        not kept, only counted, and the next entry that has room is preceded by one that says so."""
+        ...
+
+    async def read_audit(self, after: str = "", limit: int = 500) -> list[AuditEntry]:
+        """The oldest entries behind the place `after`."""
+        ...
+
+    async def trim_audit(self, upto: str) -> None:
+        """Forgets the entries up to the place `upto`, that one too."""
+        ...
 
     # health and election
     async def ping(self) -> float:
@@ -161,6 +253,10 @@ class Store(Protocol):
 
     async def lead(self, name: str, holder: str, seconds: float) -> bool:
         """Takes or renews the leadership `name` for so long; False where another holds it. 0 seconds give it up."""
+        ...
+
+    async def meet(self, holder: str, seconds: float) -> list[str]:
+        """Says that this manager is there for so long, and gives all that are. 0 seconds: it goes."""
         ...
 
     async def close(self) -> None: ...

@@ -35,9 +35,14 @@ def live_key() -> str:
     return f"{PREFIX}live"
 
 
+def claims_key() -> str:
+    """Sorted set: the ids of sandboxes that are being made, by when their claim is stale (ms). No TTL."""
+    return f"{PREFIX}claims"
+
+
 def slots_key(owner: Owner) -> str:
     """Sorted set: the ids of the owner's sandboxes that have not ended, one slot each; the score is when an
-    unfinished claim may be taken back (ms), +inf once it is bound. No TTL."""
+    unfinished claim may be taken back (ms), +inf once it is bound. No TTL. The project's quota is counted by it."""
     return f"{PREFIX}slots:{_part(owner.tenant)}:{_part(owner.project)}"
 
 
@@ -67,9 +72,19 @@ def holding_key(holder: str) -> str:
     return f"{PREFIX}holding:{holder}"
 
 
+def managers_key() -> str:
+    """Sorted set: the managers that are there, until when by the leases' clock. No TTL: each `meet` clears it up."""
+    return f"{PREFIX}managers"
+
+
 def clock_key() -> str:
     """String: milliseconds to take off Redis `TIME`, the sum of the steps that its clock made. No TTL."""
     return f"{PREFIX}clock"
+
+
+def settled_key() -> str:
+    """String: "1" once the pods were looked for after Redis was empty. No TTL: only a wipe takes it away."""
+    return f"{PREFIX}settled"
 
 
 def mark_key(owner: Owner, scope: str, key: str) -> str:
@@ -82,15 +97,26 @@ def mark_key(owner: Owner, scope: str, key: str) -> str:
 
 
 def api_key_key(key_id: str) -> str:
-    """String: JSON of a KeyRecord. No TTL: until it is deleted."""
-    return f"{PREFIX}key:{key_id}"
-
-
-def api_keys_key(owner: Owner | None) -> str:
-    """Set: the ids of the owner's API keys; for None of everybody's. No TTL."""
-    return f"{PREFIX}keys" if owner is None else f"{PREFIX}keys:{_part(owner.tenant)}:{_part(owner.project)}"
+    """String: JSON of a KeyRecord, a copy of the object; or `revoked`. No TTL; an hour where it is revoked."""
+    return f"{PREFIX}api-key:{key_id}"
 
 
 def leader_key(name: str) -> str:
     """String: who holds the leadership. TTL: what was asked for."""
     return f"{PREFIX}leader:{name}"
+
+
+def audit_key() -> str:
+    """Stream: audit events that object storage does not have yet, oldest first. No TTL: bounded by its appender."""
+    return f"{PREFIX}audit"
+
+
+def audit_lost_key() -> str:
+    """String: how many audit events found the stream full since it last had room. No TTL."""
+    return f"{PREFIX}audit-lost"
+
+
+def record_key(object_key: str) -> str:
+    """String: JSON of a durable record as its object holds it, and of which version; empty where there is no such
+    object. TTL: seconds (`manager.store.records`)."""
+    return f"{PREFIX}record:{object_key}"

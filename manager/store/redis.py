@@ -6,14 +6,14 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import msgspec
 
-from manager.errors import QuotaExceeded, StoreUnavailable
-from manager.model import Binding, BindingState, LeaseTerms, Owner, PodEnded
+from manager.errors import QuotaExceeded, StoreUnavailable, StoreUnsettled
+from manager.model import Binding, BindingState, LeaseTerms, Load, Owner, PodEnded
 from manager.store import keys
-from manager.store.base import IdempotencyMark, KeyRecord, Lease, MarkWanted
+from manager.store.base import NO_LOAD, AuditEntry, Held, IdempotencyMark, KeyRecord, Lease, MarkWanted
 from manager.store.scripting import Call, Script, ScriptClient
 
 log = logging.getLogger(__name__)
@@ -21,15 +21,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HOLDER_SEC: Final = 60.0  # a manager that has not touched its leases for so long is dead: its operations do not count
+_REVOKED: Final = "revoked"  # in place of a key's copy
+_REVOKED_SEC: Final = 3600.0
 _HOLDING_SEC: Final = 86_400.0
 _BATCH: Final = 500  # sandboxes a script looks at: some ms, in which Redis serves nobody else
 _CLOCK_STEP_SEC: Final = 10.0  # a difference between Redis' clock and ours that no slow answer explains
+_RETRY_QUOTA_SEC: Final = (1.0, 60.0)  # what Retry-After says at least and at most
 _CLOCK_TRUST_SEC: Final = 1.0  # an answer that took longer says nothing about the clock
 
 _BEGIN = Script("begin_binding")
 _COMMIT = Script("commit_binding")
 _ABANDON = Script("abandon_binding")
 _ADOPT = Script("adopt_binding")
+_RENEW = Script("renew_claim")
+_CLAIM_LEFT = Script("claim_left")
+_EXPIRED_CLAIMS = Script("expired_claims")
+_CLOSE = Script("close_binding")
+_REOPEN = Script("reopen_binding")
+_SET_TERMS = Script("set_terms")
+_HELD = Script("held")
+_RECOUNT = Script("recount")
 _END = Script("end_binding")
 _READ = Script("read_sandboxes")
 _TOUCH = Script("touch_leases")
@@ -40,9 +51,9 @@ _SHIFT_CLOCK = Script("shift_clock")
 _DROP_HOLDER = Script("drop_holder")
 _MARK = Script("mark")
 _MARK_MANY = Script("mark_many")
-_PUT_KEY = Script("put_key")
-_DELETE_KEY = Script("delete_key")
 _LEAD = Script("lead")
+_MEET = Script("meet")
+_APPEND_AUDIT = Script("append_audit")
 
 
 class RedisStore:
@@ -62,7 +73,9 @@ class RedisStore:
 
     # ── bindings ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def begin_binding(self, wanted: Binding, claim_sec: float, slots: int | None) -> Binding:
+    async def begin_binding(
+        self, wanted: Binding, claim_sec: float, slots: int | None, load: Load = NO_LOAD, most: Load = NO_LOAD
+    ) -> Binding:
         owner = wanted.owner
         answer = await self._client.run(
             _BEGIN,
@@ -70,16 +83,56 @@ class RedisStore:
             [
                 owner.tenant, owner.project, wanted.task_id, wanted.sandbox_id, wanted.token, wanted.profile,
                 wanted.target, wanted.created_at, _ms(claim_sec), -1 if slots is None else slots,
+                _json(wanted.terms), *_load(load, 0), *_load(most, -1),
             ],
         )  # fmt: skip
+        if answer[0] == "unsettled":
+            raise StoreUnsettled("Redis was emptied and the running sandboxes are being found again; try again shortly")
         if answer[0] == "quota":
-            held, limit = int(answer[1]), int(answer[2])
-            raise QuotaExceeded(
-                f"project {str(owner)!r} holds {held} of {limit} sandboxes; end one or wait for one to end",
-                held=held,
-                limit=limit,
-            )
+            raise _over_quota(owner, answer)
         return _binding_of(answer[1])
+
+    async def renew_claim(self, binding: Binding, claim_sec: float, closer: str = "") -> bool:
+        return bool(await self._client.run(_RENEW, _binding_keys(binding), [binding.token, _ms(claim_sec), closer]))
+
+    async def claim_left_sec(self, binding: Binding) -> float:
+        left_ms: int = await self._client.run(_CLAIM_LEFT, _binding_keys(binding), [binding.token])
+        return left_ms / 1000
+
+    async def expired_claims(self, limit: int = 100) -> list[Binding]:
+        return [_binding_of(row) for row in await self._client.run(_EXPIRED_CLAIMS, (), [limit])]
+
+    async def close_binding(
+        self, binding: Binding, claim_sec: float, closer: str = "", *, if_expired: bool = False
+    ) -> bool:
+        args: list[str | int] = [binding.token, _ms(claim_sec), int(if_expired), closer]
+        return bool(await self._client.run(_CLOSE, _binding_keys(binding)[:1], args))
+
+    async def reopen_binding(self, binding: Binding, lease_sec: float, closer: str = "") -> bool:
+        args: list[str | int] = [binding.token, _ms(lease_sec), closer]
+        return bool(await self._client.run(_REOPEN, _binding_keys(binding)[:1], args))
+
+    async def set_terms(self, binding: Binding, terms: LeaseTerms) -> bool:
+        args: list[str | int] = [binding.token, _json(terms), *_terms_ms(terms)]
+        return bool(await self._client.run(_SET_TERMS, _binding_keys(binding)[:1], args))
+
+    async def held(self, owner: Owner) -> Held:
+        slots, cpu, memory = await self._client.run(_HELD, [keys.slots_key(owner)])
+        return Held(slots=slots, cpu=float(cpu) / 1000, memory_bytes=int(memory))
+
+    async def recount(self) -> int:
+        wrong, cursor = 0, "0"
+        while True:
+            cursor, found = await self._client.command(
+                "SCAN", cursor, "MATCH", f"{keys.PREFIX}slots:*", "COUNT", _BATCH
+            )
+            for key in found:
+                wrong += await self._client.run(_RECOUNT, [key])
+            if str(cursor) == "0":
+                return wrong
+
+    async def settle(self) -> None:
+        await self._client.command("SET", keys.settled_key(), "1")
 
     async def commit_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
         args: list[str | int] = [
@@ -95,7 +148,7 @@ class RedisStore:
     async def abandon_binding(self, binding: Binding) -> None:
         await self._client.run(_ABANDON, _binding_keys(binding), [binding.token])
 
-    async def adopt_binding(self, binding: Binding, terms: LeaseTerms) -> bool:
+    async def adopt_binding(self, binding: Binding, terms: LeaseTerms, load: Load = NO_LOAD) -> bool:
         owner = binding.owner
         answer = await self._client.run(
             _ADOPT,
@@ -103,7 +156,7 @@ class RedisStore:
             [
                 owner.tenant, owner.project, binding.task_id, binding.sandbox_id, binding.token, binding.profile,
                 binding.target, binding.created_at, binding.generation, binding.pod, binding.address,
-                _json(binding.previous), *_terms_ms(terms),
+                _json(binding.previous), *_terms_ms(terms), _json(binding.terms), *_load(load, 0),
             ],
         )  # fmt: skip
         return bool(answer)
@@ -123,8 +176,10 @@ class RedisStore:
         found = [binding for batch in _batches(sorted(ids)) for binding in await self._read(batch)]
         return [binding for binding in found if binding.state is not BindingState.ENDED]
 
-    async def end_binding(self, binding: Binding, ended: PodEnded, *, if_expired: bool = False) -> bool:
-        args: list[str | int] = [binding.token, _json(ended), int(if_expired)]
+    async def end_binding(
+        self, binding: Binding, ended: PodEnded, *, if_expired: bool = False, closer: str = ""
+    ) -> bool:
+        args: list[str | int] = [binding.token, _json(ended), int(if_expired), closer]
         return bool(await self._client.run(_END, _binding_keys(binding), args))
 
     async def _read(self, sandbox_ids: Sequence[str]) -> list[Binding]:
@@ -202,24 +257,44 @@ class RedisStore:
 
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def put_key(self, record: KeyRecord) -> None:
-        await self._client.run(_PUT_KEY, _api_key_keys(record), [record.key_id, _json(record)])
+    async def cache_key(self, record: KeyRecord) -> None:
+        await self._client.command("SET", keys.api_key_key(record.key_id), _json(record), "NX")
 
-    async def get_key(self, key_id: str) -> KeyRecord | None:
+    async def cached_key(self, key_id: str) -> KeyRecord | Literal["revoked"] | None:
         text = await self._client.command("GET", keys.api_key_key(key_id))
-        return None if text is None else _decoded(text, KeyRecord)
+        if text is None:
+            return None
+        return "revoked" if text == _REVOKED else _decoded(text, KeyRecord)
 
-    async def list_keys(self, owner: Owner | None) -> Sequence[KeyRecord]:
-        ids = sorted(await self._client.command("SMEMBERS", keys.api_keys_key(owner)))
-        texts: list[str | None] = []
-        for batch in _batches(ids):
-            texts += await self._client.command("MGET", *map(keys.api_key_key, batch))
-        records = [_decoded(text, KeyRecord) for text in texts if text is not None]
-        return sorted(records, key=lambda record: (record.created_at, record.key_id))
+    async def mark_key_revoked(self, key_id: str) -> None:
+        await self._client.command("SET", keys.api_key_key(key_id), _REVOKED, "PX", _ms(_REVOKED_SEC))
 
-    async def delete_key(self, key_id: str) -> bool:
-        record = await self.get_key(key_id)
-        return record is not None and bool(await self._client.run(_DELETE_KEY, _api_key_keys(record), [key_id]))
+    # ── audit events ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def append_audit(self, events: Sequence[bytes], most: int) -> int:
+        audit_keys = [keys.audit_key(), keys.audit_lost_key()]
+        return int(await self._client.run(_APPEND_AUDIT, audit_keys, [most, *(event.decode() for event in events)]))
+
+    async def read_audit(self, after: str = "", limit: int = 500) -> list[AuditEntry]:
+        first = f"({after}" if after else "-"
+        rows = await self._client.command("XRANGE", keys.audit_key(), first, "+", "COUNT", limit)
+        return [_audit_entry(place, fields) for place, fields in rows]
+
+    async def trim_audit(self, upto: str) -> None:
+        milliseconds, _, number = upto.partition("-")
+        await self._client.command("XTRIM", keys.audit_key(), "MINID", f"{milliseconds}-{int(number) + 1}")
+
+    # ── cache ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def cache_get(self, keys: Sequence[str]) -> Sequence[str | None]:
+        found: list[str | None] = await self._client.command("MGET", *keys) if keys else []
+        return found
+
+    async def cache_put(self, key: str, text: str, ttl_sec: float, *, only_absent: bool = False) -> None:
+        await self._client.command("SET", key, text, "PX", _ms(ttl_sec), *(("NX",) if only_absent else ()))
+
+    async def cache_drop(self, key: str) -> None:
+        await self._client.command("DEL", key)
 
     # ── health and election ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -251,9 +326,36 @@ class RedisStore:
     async def lead(self, name: str, holder: str, seconds: float) -> bool:
         return bool(await self._client.run(_LEAD, [keys.leader_key(name)], [holder, _ms(seconds)]))
 
+    async def meet(self, holder: str, seconds: float) -> list[str]:
+        there = await self._client.run(_MEET, [keys.managers_key()], [holder, _ms(seconds)])
+        return [str(name) for name in there]
+
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def _load(load: Load, unsaid: int) -> tuple[int, int]:
+    """Thousandths of a core, and bytes."""
+    cpu = unsaid if load.cpu is None else round(load.cpu * 1000)
+    return cpu, unsaid if load.memory_bytes is None else load.memory_bytes
+
+
+def _over_quota(owner: Owner, answer: Sequence[str]) -> QuotaExceeded:
+    """From a script's {'quota', what, held, limit, ms until something may come free or -1}."""
+    what, soonest_ms = answer[1], float(answer[4])
+    held, limit = (int(text) / 1000 if what == "cpu" else int(text) for text in answer[2:4])
+    free_in_sec = None if soonest_ms < 0 else round(soonest_ms / 1000, 1)
+    used = {"slots": "sandboxes", "cpu": "cores", "memory": "bytes of memory"}[what]
+    least, most = _RETRY_QUOTA_SEC
+    return QuotaExceeded(
+        f"project {str(owner)!r} holds {held} of {limit} {used}; end a sandbox or wait for one to end",
+        retry_after_sec=min(most, max(least, most if free_in_sec is None else free_in_sec)),
+        what=what,
+        held=held,
+        limit=limit,
+        free_in_sec=free_in_sec,
+    )
 
 
 def _terms_ms(terms: LeaseTerms) -> tuple[int, int, int]:
@@ -266,11 +368,6 @@ def _batches(items: Sequence[T]) -> list[Sequence[T]]:
 
 def _binding_keys(binding: Binding) -> list[str]:
     return [keys.binding_key(binding.owner, binding.task_id), keys.slots_key(binding.owner)]
-
-
-def _api_key_keys(record: KeyRecord) -> list[str]:
-    owner = Owner(record.tenant, record.project)
-    return [keys.api_key_key(record.key_id), keys.api_keys_key(owner), keys.api_keys_key(None)]
 
 
 def _json(record: msgspec.Struct | None) -> str:
@@ -302,6 +399,7 @@ def _binding_of(hash_: Mapping[str, str] | Sequence[str]) -> Binding:
             created_at=float(fields["created_at"]),
             previous=_decoded(fields["previous"], PodEnded) if fields["previous"] else None,
             ended=_decoded(fields["ended"], PodEnded) if fields["ended"] else None,
+            terms=_decoded(fields["terms"], LeaseTerms) if fields.get("terms") else None,
         )
     except (KeyError, ValueError) as why:
         raise _unreadable(why) from why
@@ -321,6 +419,12 @@ def _lease_of(row: Sequence[str]) -> Lease:
         now=now / 1000,
         terms=LeaseTerms(active / 1000, idle / 1000, maximum / 1000),
     )
+
+
+def _audit_entry(place: str, fields: Mapping[str, str]) -> AuditEntry:
+    if "gap" in fields:
+        return AuditEntry(place, b"", int(fields["gap"]))
+    return AuditEntry(place, fields.get("event", "").encode())
 
 
 def _unreadable(why: Exception) -> StoreUnavailable:

@@ -24,12 +24,14 @@ log = logging.getLogger(__name__)
 _CONSTANTS: Final = {
     "SANDBOX": keys.sandbox_key(""),
     "LIVE": keys.live_key(),
+    "CLAIMS": keys.claims_key(),
     "LEASE": keys.lease_key(""),
     "LEASES": keys.leases_key(),
     "OPERATIONS": keys.operations_key(""),
     "HOLDER": keys.holder_key(""),
     "HOLDING": keys.holding_key(""),
     "CLOCK": keys.clock_key(),
+    "SETTLED": keys.settled_key(),
 }
 # Refusals that come with an operator's Redis; any other is a defect of ours and logged as one.
 _EXPECTED_REFUSALS: Final = ("MISCONF", "BUSY", "NOREPLICAS", "WRONGTYPE", "NOPERM", "MASTERDOWN", "CLUSTERDOWN")

@@ -15,11 +15,12 @@ OWN_REDIS_URL = os.environ.get("SOJOURN_TEST_REDIS_URL", "")  # a Redis for test
 
 @pytest.fixture(params=["embedded", "own"] if OWN_REDIS_URL else ["embedded"])
 async def redis_url(request: pytest.FixtureRequest, valkey_url: str) -> str:
-    """A real server, emptied of our keys: the embedded one, and the one that the variable names."""
+    """A real server, emptied of our keys and looked through: the embedded one, and the one that the variable names."""
     url = OWN_REDIS_URL if request.param == "own" else valkey_url
     async with Redis.from_url(url) as client:
         async for key in client.scan_iter(match=f"{keys.PREFIX}*", count=1000):
             await client.delete(key)
+        await client.set(keys.settled_key(), "1")
     return url
 
 

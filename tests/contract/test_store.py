@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from manager.errors import QuotaExceeded, StoreUnavailable
-from manager.model import Binding, BindingState, LeaseTerms, Owner, PodEnded, Role, new_id
+from manager.errors import QuotaExceeded, StoreUnavailable, StoreUnsettled
+from manager.model import Binding, BindingState, LeaseTerms, Load, Owner, PodEnded, Role, new_id
 from manager.store import keys
 from manager.store.base import KeyRecord, Lease, MarkWanted, Store
 from manager.store.redis import RedisStore
@@ -26,7 +26,7 @@ ENDED = PodEnded(reason="expired", at=1_700_000_000.25)
 
 @pytest.fixture
 async def store(redis_url: str) -> AsyncIterator[Store]:
-    redis_store = RedisStore.at(redis_url)
+    redis_store = RedisStore.at(redis_url, call_sec=30.0)
     yield redis_store
     await redis_store.close()
 
@@ -71,7 +71,7 @@ def left(lease: Lease) -> float:
 
 async def test_fifty_clients_at_once_make_exactly_one_claim(redis_url: str) -> None:
     async with AsyncExitStack() as stack:
-        stores = [RedisStore.at(redis_url, max_connections=1) for _ in range(50)]
+        stores = [RedisStore.at(redis_url, max_connections=1, call_sec=30.0) for _ in range(50)]
         for one in stores:
             stack.push_async_callback(one.close)
         for round_ in range(10):
@@ -110,8 +110,8 @@ async def test_committing_makes_it_bound_with_an_active_lease(store: Store) -> N
     binding = await bound(store)
     assert await store.get_binding(ACME, "t") == binding
     lease = await lease_of(store, binding.sandbox_id)
-    assert left(lease) == pytest.approx(TERMS.active_sec, abs=5)
-    assert lease.hard_end - lease.now == pytest.approx(TERMS.max_sec, abs=5)
+    assert left(lease) == pytest.approx(TERMS.active_sec, abs=30)
+    assert lease.hard_end - lease.now == pytest.approx(TERMS.max_sec, abs=30)
     assert (lease.operations, lease.terms) == (0, TERMS)
 
 
@@ -127,17 +127,20 @@ async def test_a_bound_task_is_returned_as_it_is(store: Store) -> None:
     assert await store.begin_binding(wanted(), 0.0, 1) == binding
 
 
-async def test_a_stale_claim_is_taken_over_and_cannot_be_committed_any_more(store: Store) -> None:
-    first = await begun(store)
-    assert (await store.begin_binding(wanted(), CLAIM_SEC, None)).token == first.token
-    wish = wanted()
-    second = first
-    while second.token != wish.token:  # within a ms, as old as 0 seconds is not older
-        second = await store.begin_binding(wish, 0.0, None)
-    assert second.sandbox_id == first.sandbox_id
+async def test_a_stale_claim_stays_until_it_is_settled_and_cannot_be_committed_any_more(store: Store) -> None:
+    """Its pod may be there yet: whoever ends that one gives the record back."""
+    first = await store.begin_binding(wanted(), 0.0, 1)
+    while not await store.expired_claims():
+        pass
+    assert (await store.begin_binding(wanted(), 0.0, 1)).token == first.token
+    with pytest.raises(QuotaExceeded):
+        await begun(store, "other", slots=1)
+    assert (await store.held(ACME)).slots == 1
+    await store.abandon_binding(first)
+    second = await begun(store, slots=1)
     assert second.generation == 1
     assert not await store.commit_binding(with_pod(first), TERMS)
-    assert await store.get_lease(first.sandbox_id) is None
+    assert await store.get_lease(second.sandbox_id) is None
     await store.abandon_binding(first)
     assert not await store.end_binding(first, ENDED)
     assert await store.get_binding(ACME, "t") == second
@@ -179,7 +182,7 @@ async def test_an_ended_record_is_kept_a_week_and_a_live_one_for_ever(store: Sto
 async def test_an_abandoned_claim_leaves_no_trace(store: Store, raw: Redis) -> None:
     await store.abandon_binding(await begun(store))
     assert await store.get_binding(ACME, "t") is None
-    assert await raw.keys("sojourn:*") == []
+    assert await raw.keys("sojourn:*") == [keys.settled_key()]
     await store.abandon_binding(wanted())
 
 
@@ -257,7 +260,7 @@ async def test_an_owner_holds_no_more_sandboxes_than_it_may(store: Store) -> Non
     answers = await asyncio.gather(*tries, return_exceptions=True)
     refused = [answer for answer in answers if isinstance(answer, QuotaExceeded)]
     assert len(refused) == 25
-    assert all(refusal.details == {"held": 5, "limit": 5} for refusal in refused)
+    assert all(refusal.details["held"] == refusal.details["limit"] == 5 for refusal in refused)
     assert len(await store.list_bindings(ACME)) == 5
     await begun(store, "t", SHOP, slots=1)
 
@@ -274,28 +277,178 @@ async def test_ending_or_abandoning_gives_the_slot_back(store: Store) -> None:
 
 
 async def test_a_task_that_holds_a_slot_needs_no_other(store: Store) -> None:
-    wish, taken_over = wanted("a"), await begun(store, "a", slots=1)
-    while taken_over.token != wish.token:
-        taken_over = await store.begin_binding(wish, 0.0, 1)
+    held = await begun(store, "a", slots=1)
+    assert (await store.begin_binding(wanted("a"), CLAIM_SEC, 1)).token == held.token
     assert len(await store.list_bindings(ACME)) == 1
-
-
-async def test_a_claim_that_nobody_finished_in_time_holds_no_slot(store: Store) -> None:
-    dead = await store.begin_binding(wanted("dead"), 0.0, 1)
-    alive = None
-    while alive is None:
-        try:
-            alive = await store.begin_binding(wanted("alive"), CLAIM_SEC, 1)
-        except QuotaExceeded:
-            continue
-    assert await store.get_binding(ACME, "dead") is None
-    assert not await store.commit_binding(with_pod(dead), TERMS)
-    assert [one.task_id for one in await store.list_bindings(ACME)] == ["alive"]
 
 
 async def test_no_slots_at_all_is_a_limit_too(store: Store) -> None:
     with pytest.raises(QuotaExceeded):
         await begun(store, slots=0)
+
+
+async def test_an_owner_uses_no_more_cpu_and_memory_than_it_may(store: Store) -> None:
+    half = Load(cpu=0.5, memory_bytes=1 << 30)
+    for most in (Load(cpu=1.6), Load(memory_bytes=3 << 30)):
+        tries = [store.begin_binding(wanted(f"t{number}"), CLAIM_SEC, None, half, most) for number in range(12)]
+        answers = await asyncio.gather(*tries, return_exceptions=True)
+        made = [answer for answer in answers if isinstance(answer, Binding)]
+        assert len(made) == 3
+        assert all(isinstance(answer, QuotaExceeded) for answer in answers if answer not in made)
+        held = await store.held(ACME)
+        assert (held.slots, held.cpu, held.memory_bytes) == (3, 1.5, 3 << 30)
+        await store.abandon_binding(made[0])
+        await store.begin_binding(wanted("small"), CLAIM_SEC, None, Load(cpu=0.1, memory_bytes=1), most)
+        for binding in await store.list_bindings(ACME):
+            await store.abandon_binding(binding)
+        assert (await store.held(ACME)).slots == 0
+
+
+async def test_a_refusal_says_when_a_slot_may_come_free(store: Store, raw: Redis) -> None:
+    binding = await bound(store, "a")
+    await store.touch_leases("m1", {binding.sandbox_id: 0})
+    with pytest.raises(QuotaExceeded) as quiet:
+        await begun(store, "b", slots=1)
+    assert quiet.value.details["what"] == "slots"
+    assert TERMS.idle_sec - 60 < quiet.value.details["free_in_sec"] <= TERMS.idle_sec
+    await store.touch_leases("m1", {binding.sandbox_id: 1})
+    with pytest.raises(QuotaExceeded) as busy:
+        await begun(store, "b", slots=1)
+    assert TERMS.max_sec - 60 < busy.value.details["free_in_sec"] <= TERMS.max_sec
+    assert 1 <= (busy.value.retry_after_sec or 0) <= 60
+
+
+async def test_nothing_is_counted_in_an_empty_store_until_the_pods_were_looked_at(store: Store, raw: Redis) -> None:
+    await raw.delete(keys.settled_key())
+    with pytest.raises(StoreUnsettled):
+        await begun(store)
+    assert await store.list_bindings() == []
+    await store.settle()
+    await begun(store)
+
+
+async def test_slots_of_nobody_are_found_and_given_back(store: Store, raw: Redis) -> None:
+    """F5"""
+    kept, ended = await bound(store, "kept"), await bound(store, "ended")
+    await store.end_binding(ended, ENDED)
+    await raw.zadd(keys.slots_key(ACME), {ended.sandbox_id: "+inf", "unknown": "+inf"})
+    assert await store.recount() == 2
+    assert await store.recount() == 0
+    assert await raw.zrange(keys.slots_key(ACME), 0, -1) == [kept.sandbox_id]
+
+
+# ── closing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def state_of(store: Store, binding: Binding) -> BindingState:
+    found = await store.get_binding(binding.owner, binding.task_id)
+    assert found is not None
+    return found.state
+
+
+async def test_of_many_that_close_one_does_and_its_slot_stays_taken(store: Store) -> None:
+    binding = await bound(store)
+    assert sorted(await asyncio.gather(*(store.close_binding(binding, CLAIM_SEC) for _ in range(20)))) == [
+        False
+    ] * 19 + [True]
+    assert await state_of(store, binding) is BindingState.CLOSING
+    with pytest.raises(QuotaExceeded):
+        await begun(store, "other", slots=1)
+    again = await store.begin_binding(wanted(), CLAIM_SEC, None)
+    assert (again.token, again.state) == (binding.token, BindingState.CLOSING)
+    assert await store.end_binding(binding, ENDED)
+    await begun(store, "other", slots=1)
+
+
+async def test_nothing_renews_a_lease_that_is_closing_but_who_closes_it(store: Store) -> None:
+    binding = await bound(store)
+    assert await store.close_binding(binding, 1000.0)
+    await store.touch_leases("m1", {binding.sandbox_id: 1})
+    await store.extend_lease(binding.sandbox_id, TERMS.max_sec)
+    assert 900 < left(await lease_of(store, binding.sandbox_id)) <= 1000
+    assert await store.renew_claim(binding, 2000.0)
+    assert left(await lease_of(store, binding.sandbox_id)) > 1900
+    assert await store.reopen_binding(binding, 50.0)
+    assert 40 < left(await lease_of(store, binding.sandbox_id)) <= 50
+    await store.touch_leases("m1", {binding.sandbox_id: 1})
+    assert left(await lease_of(store, binding.sandbox_id)) > 50
+
+
+async def test_a_closing_whose_manager_fell_silent_is_taken_over(store: Store) -> None:
+    binding = await bound(store)
+    assert await store.close_binding(binding, 0.0)
+    taken_over = False
+    while not taken_over:
+        taken_over = await store.close_binding(binding, CLAIM_SEC)
+    assert not await store.close_binding(binding, CLAIM_SEC)
+
+
+async def test_who_lost_a_closing_to_another_can_neither_renew_nor_reopen_nor_end_it(store: Store) -> None:
+    binding = await bound(store)
+    assert await store.close_binding(binding, 0.0, "first")
+    taken_over = False
+    while not taken_over:
+        taken_over = await store.close_binding(binding, CLAIM_SEC, "second")
+    assert not await store.renew_claim(binding, CLAIM_SEC, "first")
+    assert not await store.reopen_binding(binding, 50.0, "first")
+    assert not await store.end_binding(binding, ENDED, closer="first")
+    assert await state_of(store, binding) is BindingState.CLOSING
+    assert await store.renew_claim(binding, CLAIM_SEC, "second")
+    assert await store.reopen_binding(binding, 50.0, "second")
+    assert not await store.end_binding(binding, ENDED, closer="second")  # it is in use again
+    assert await store.close_binding(binding, CLAIM_SEC, "third")
+    assert await store.end_binding(binding, ENDED, closer="third")
+
+
+async def test_claims_that_nobody_renews_are_told_until_they_are_settled(store: Store) -> None:
+    lives = await store.begin_binding(wanted("lives"), CLAIM_SEC, None)
+    tokens = {(await store.begin_binding(wanted(task), 0.0, None)).token for task in ("a", "b", "c")}
+    dead: list[Binding] = []
+    while len(dead) < 3:
+        dead = await store.expired_claims()
+    assert {claim.token for claim in dead} == tokens
+    assert len(await store.expired_claims(2)) == 2
+    by_task = {claim.task_id: claim for claim in dead}
+    assert await store.renew_claim(by_task["a"], CLAIM_SEC)
+    assert await store.commit_binding(with_pod(by_task["b"]), TERMS)
+    assert [claim.task_id for claim in await store.expired_claims()] == ["c"]
+    await store.abandon_binding(by_task["c"])
+    assert await store.expired_claims() == []
+    assert await store.claim_left_sec(lives) > 0
+
+
+async def test_what_was_renewed_since_is_not_closed_for_being_quiet(store: Store) -> None:
+    binding = await bound(store)
+    assert not await store.close_binding(binding, CLAIM_SEC, if_expired=True)
+    assert await state_of(store, binding) is BindingState.BOUND
+    assert await store.reopen_binding(binding, 0.0)
+    closed = False
+    while not closed:
+        closed = await store.close_binding(binding, CLAIM_SEC, if_expired=True)
+
+
+async def test_other_terms_count_from_now_for_the_quiet_and_from_the_claim_for_the_end(store: Store) -> None:
+    binding = await bound(store)
+    await store.touch_leases("m1", {binding.sandbox_id: 0})
+    assert await store.set_terms(binding, LeaseTerms(active_sec=500.0, idle_sec=20.0, max_sec=400.0))
+    lease = await lease_of(store, binding.sandbox_id)
+    assert 0 < left(lease) <= 20
+    assert 300 < lease.hard_end - lease.now <= 400
+    found = await store.get_binding(ACME, "t")
+    assert found is not None
+    assert found.terms == LeaseTerms(active_sec=500.0, idle_sec=20.0, max_sec=400.0)
+    assert not await store.set_terms(msgspec.structs.replace(binding, token="other"), TERMS)
+
+
+async def test_a_claim_that_goes_on_is_kept_from_going_stale(store: Store) -> None:
+    claim = await store.begin_binding(wanted(), 1000.0, None)
+    assert 900 < await store.claim_left_sec(claim) <= 1000
+    assert await store.renew_claim(claim, 5000.0)
+    assert await store.claim_left_sec(claim) > 4900
+    binding = with_pod(claim)
+    assert await store.commit_binding(binding, TERMS)
+    assert not await store.renew_claim(binding, 5000.0)
+    assert await store.claim_left_sec(binding) == 0
 
 
 # ── adoption ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -307,8 +460,8 @@ async def test_a_pod_found_after_the_store_was_wiped_is_adopted_with_its_age(sto
     assert await store.adopt_binding(found, TERMS)
     assert await store.get_binding(ACME, "t") == found
     lease = await lease_of(store, found.sandbox_id)
-    assert left(lease) == pytest.approx(TERMS.idle_sec, abs=5)
-    assert lease.hard_end - lease.now == pytest.approx(TERMS.max_sec - 4000, abs=5)
+    assert left(lease) == pytest.approx(TERMS.idle_sec, abs=30)
+    assert lease.hard_end - lease.now == pytest.approx(TERMS.max_sec - 4000, abs=30)
     with pytest.raises(QuotaExceeded):
         await begun(store, "other", slots=2)
 
@@ -321,6 +474,7 @@ async def test_a_pod_past_its_time_is_adopted_and_expires_at_once(store: Store) 
 
 
 async def test_a_creation_time_in_the_future_gives_no_longer_life(store: Store) -> None:
+    """F23"""
     found = with_pod(wanted(created_at=32_000_000_000.0))
     assert await store.adopt_binding(found, TERMS)
     lease = await lease_of(store, found.sandbox_id)
@@ -333,12 +487,13 @@ async def test_adopting_what_is_bound_already_keeps_its_lease(store: Store) -> N
     moved = msgspec.structs.replace(binding, address="unix:/run/y", created_at=5.0)
     assert await store.adopt_binding(moved, TERMS)
     lease = await lease_of(store, binding.sandbox_id)
-    assert left(lease) == pytest.approx(TERMS.active_sec, abs=5)
+    assert left(lease) == pytest.approx(TERMS.active_sec, abs=30)
     assert lease.operations == 2
     assert await store.get_binding(ACME, "t") == msgspec.structs.replace(binding, address="unix:/run/y")
 
 
 async def test_a_claim_whose_manager_died_after_the_patch_is_adopted(store: Store) -> None:
+    """F5"""
     claim = await begun(store)
     assert await store.adopt_binding(with_pod(claim), TERMS)
     record = await store.get_binding(ACME, "t")
@@ -378,26 +533,27 @@ async def test_a_later_pod_than_the_record_knows_is_adopted(store: Store) -> Non
 async def test_operations_keep_a_lease_active_and_the_last_end_makes_it_idle(store: Store) -> None:
     sandbox_id = (await bound(store)).sandbox_id
     await store.touch_leases("m1", {sandbox_id: 0})
-    assert left(await lease_of(store, sandbox_id)) == pytest.approx(TERMS.idle_sec, abs=5)
+    assert left(await lease_of(store, sandbox_id)) == pytest.approx(TERMS.idle_sec, abs=30)
     await store.touch_leases("m1", {sandbox_id: 3})
     lease = await lease_of(store, sandbox_id)
-    assert left(lease) == pytest.approx(TERMS.active_sec, abs=5)
+    assert left(lease) == pytest.approx(TERMS.active_sec, abs=30)
     assert lease.operations == 3
     await store.touch_leases("m1", {sandbox_id: 1})
     assert (await lease_of(store, sandbox_id)).operations == 1
     await store.touch_leases("m1", {sandbox_id: 0})
     lease = await lease_of(store, sandbox_id)
-    assert left(lease) == pytest.approx(TERMS.idle_sec, abs=5)
+    assert left(lease) == pytest.approx(TERMS.idle_sec, abs=30)
     assert lease.operations == 0
 
 
 async def test_renewing_never_shortens(store: Store) -> None:
+    """RE11"""
     sandbox_id = (await bound(store)).sandbox_id
     await store.extend_lease(sandbox_id, 3000)
     await store.extend_lease(sandbox_id, 10)
     await store.extend_lease(sandbox_id, -10)
     await store.touch_leases("m1", {sandbox_id: 1})
-    assert left(await lease_of(store, sandbox_id)) == pytest.approx(3000, abs=5)
+    assert left(await lease_of(store, sandbox_id)) == pytest.approx(3000, abs=30)
 
 
 async def test_nothing_carries_a_lease_past_its_hard_end(store: Store) -> None:
@@ -417,7 +573,7 @@ async def test_another_managers_operations_keep_the_lease_active(store: Store) -
     await store.touch_leases("m2", {sandbox_id: 4})
     await store.touch_leases("m1", {sandbox_id: 0})
     lease = await lease_of(store, sandbox_id)
-    assert left(lease) == pytest.approx(TERMS.active_sec, abs=5)
+    assert left(lease) == pytest.approx(TERMS.active_sec, abs=30)
     assert lease.operations == 4
 
 
@@ -429,7 +585,7 @@ async def test_a_dead_managers_operations_do_not_count(store: Store, raw: Redis)
     await raw.delete(keys.holder_key("dead"))  # what a minute without a heartbeat does
     assert (await lease_of(store, sandbox_id)).operations == 1
     await store.touch_leases("m1", {sandbox_id: 0})
-    assert left(await lease_of(store, sandbox_id)) == pytest.approx(TERMS.idle_sec, abs=5)
+    assert left(await lease_of(store, sandbox_id)) == pytest.approx(TERMS.idle_sec, abs=30)
 
 
 async def test_touching_nothing_is_still_a_heartbeat(store: Store, raw: Redis) -> None:
@@ -512,13 +668,14 @@ async def test_the_reaper_ends_what_is_still_expired(store: Store) -> None:
 async def test_a_step_of_the_servers_clock_ends_no_lease_and_lengthens_none(
     store: Store, raw: Redis, redis_url: str, step_sec: int
 ) -> None:
+    """F23"""
     binding = await bound(store)
-    other = RedisStore.at(redis_url)
+    other = RedisStore.at(redis_url, call_sec=30.0)
     assert await store.expired_leases() == await other.expired_leases() == []
     await raw.set(keys.clock_key(), -step_sec * 1000)  # the same as TIME having moved by so much
     assert await store.expired_leases() == await other.expired_leases() == []
     assert await store.expired_leases() == await other.expired_leases() == []
-    assert left(await lease_of(store, binding.sandbox_id)) == pytest.approx(TERMS.active_sec, abs=5)
+    assert left(await lease_of(store, binding.sandbox_id)) == pytest.approx(TERMS.active_sec, abs=30)
     assert abs(int(await raw.get(keys.clock_key()) or 0)) < 5000  # corrected once, not once for each manager
     await other.close()
 
@@ -553,6 +710,33 @@ async def test_many_marks_are_made_or_found_in_one_step(store: Store) -> None:
     assert await store.mark_many([], 60) == []
 
 
+# ── audit events ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_audit_events_are_kept_in_order_until_they_are_trimmed(store: Store, raw: Redis) -> None:
+    assert await store.append_audit([b'{"n": 1}', b'{"n": "\xc3\xa9"}'], 10) == 0
+    assert await store.append_audit([b'{"n": 3}'], 10) == 0
+    first, second, third = await store.read_audit()
+    assert [each.event for each in (first, second, third)] == [b'{"n": 1}', b'{"n": "\xc3\xa9"}', b'{"n": 3}']
+    assert await store.read_audit(first.place, 1) == [second]
+    await store.trim_audit(second.place)
+    await store.trim_audit(second.place)
+    assert await store.read_audit() == [third]
+    await store.trim_audit(third.place)
+    assert await store.read_audit(third.place) == []
+
+
+async def test_a_full_audit_stream_keeps_what_it_has_and_marks_the_gap(store: Store, raw: Redis) -> None:
+    assert await store.append_audit([b"1", b"2", b"3"], 2) == 1
+    assert await store.append_audit([b"4"], 2) == 1
+    kept = await store.read_audit()
+    assert [each.event for each in kept] == [b"1", b"2"]
+    await store.trim_audit(kept[-1].place)
+    assert await store.append_audit([b"5"], 2) == 0
+    assert [(each.event, each.lost) for each in await store.read_audit()] == [(b"", 2), (b"5", 0)]
+    assert await raw.exists(keys.audit_lost_key()) == 0
+
+
 # ── API keys ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -561,28 +745,24 @@ def key_record(owner: Owner = ACME, **changes: object) -> KeyRecord:
     return msgspec.convert({**fields, "role": Role.ADMIN, **changes}, KeyRecord)
 
 
-async def test_keys_are_kept_found_listed_and_deleted(store: Store, raw: Redis) -> None:
-    first = key_record(created_at=2.0, name="later", member="ann@example.org", expires_at=5.5)
-    second, foreign = key_record(created_at=1.0), key_record(SHOP, created_at=3.0)
-    for record in (first, second, foreign, first):
-        await store.put_key(record)
-    assert await store.get_key(first.key_id) == first
-    assert await store.get_key("nothing") is None
-    assert await store.list_keys(ACME) == [second, first]
-    assert await store.list_keys(None) == [second, first, foreign]
-    assert await store.delete_key(first.key_id)
-    assert not await store.delete_key(first.key_id)
-    assert await store.get_key(first.key_id) is None
-    assert await store.list_keys(ACME) == [second]
-    await store.delete_key(second.key_id)
-    await store.delete_key(foreign.key_id)
-    assert await raw.keys("sojourn:*") == []
+async def test_a_keys_copy_is_kept_and_never_written_over_a_revocation(store: Store, raw: Redis) -> None:
+    record = key_record(created_at=2.0, name="ci", member="ann@example.org", expires_at=5.5)
+    assert await store.cached_key(record.key_id) is None
+    await store.cache_key(record)
+    await store.cache_key(msgspec.structs.replace(record, name="other"))
+    assert await store.cached_key(record.key_id) == record
+    await store.mark_key_revoked(record.key_id)
+    await store.cache_key(record)
+    assert await store.cached_key(record.key_id) == "revoked"
+    assert 0 < await raw.ttl(keys.api_key_key(record.key_id)) <= 3600
+    await store.mark_key_revoked(record.key_id)
 
 
 # ── health and election ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_one_leads_until_it_gives_up_or_falls_silent(store: Store) -> None:
+    """F28"""
     answers = await asyncio.gather(*(store.lead("pool", f"m{number}", 60) for number in range(20)))
     assert sum(answers) == 1
     leader = f"m{answers.index(True)}"
@@ -597,8 +777,18 @@ async def test_one_leads_until_it_gives_up_or_falls_silent(store: Store) -> None
             pass
 
 
+async def test_managers_meet_and_those_that_go_or_fall_silent_are_not_counted(store: Store) -> None:
+    assert await store.meet("m1", 60) == ["m1"]
+    assert sorted(await store.meet("m2", 60)) == ["m1", "m2"]
+    assert await store.meet("m1", 0) == ["m2"]
+    await store.meet("m3", 0.05)
+    async with asyncio.timeout(30):
+        while sorted(await store.meet("m1", 60)) != ["m1", "m2"]:
+            pass
+
+
 async def test_a_ping_takes_some_time(store: Store) -> None:
-    assert 0 < await store.ping() < 2
+    assert 0 < await store.ping() < 30
 
 
 async def test_forgotten_scripts_are_sent_again(store: Store, raw: Redis) -> None:
@@ -620,5 +810,5 @@ async def test_a_foreign_value_in_our_place_is_a_typed_error(store: Store, raw: 
     with pytest.raises(StoreUnavailable):
         await store.get_binding(ACME, "u")
     with pytest.raises(StoreUnavailable):
-        await store.get_key("k")
+        await store.cached_key("k")
     assert await store.list_bindings() == []

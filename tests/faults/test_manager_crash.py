@@ -24,7 +24,7 @@ def stack() -> Iterator[Stack]:
 
 
 async def test_twenty_streaming_commands_outlive_the_manager(stack: Stack) -> None:
-    script = "for n in $(seq 1 60); do echo line $n; sleep 0.2; done; echo end"
+    script = "for n in $(seq 1 60); do echo line $n; sleep 0.05; done; until [ -e go ]; do sleep 0.1; done; echo end"
     async with stack:
         tasks = [f"crash-{number}" for number in range(5)]
         pods = {task: (await stack.exec(task, "true"))["pod_id"] for task in tasks}
@@ -49,6 +49,8 @@ async def test_twenty_streaming_commands_outlive_the_manager(stack: Stack) -> No
 
     await asyncio.to_thread(stack.start)
     async with stack:
+        for task in tasks:
+            assert (await stack.call("PUT", f"{stack.task(task)}/files?path=go", data=b""))[0] == 201
         whole = "".join(f"line {n}\n" for n in range(1, 61)) + "end\n"
         for number in range(COMMANDS):
             task = tasks[number % 5]
@@ -81,7 +83,7 @@ async def _only_known_pods(stack: Stack, bound: set[str]) -> None:
 
 async def test_a_retry_after_the_crash_joins_the_run_that_is_under_way(stack: Stack) -> None:
     """F4: the same key at the next manager returns the same execution's outcome, and there is one side effect."""
-    command = "echo ran >> effects; sleep 15; wc -l < effects"
+    command = "echo ran >> effects; until [ -e go ]; do sleep 0.1; done; wc -l < effects"
     async with stack:
         await stack.exec("retry", "true")
         keys = [f"key-{number}" for number in range(6)]
@@ -95,8 +97,12 @@ async def test_a_retry_after_the_crash_joins_the_run_that_is_under_way(stack: St
         assert all(isinstance(outcome, aiohttp.ClientError) for outcome in outcomes), outcomes
     await asyncio.to_thread(stack.start)
     async with stack:
+        calls = [asyncio.create_task(stack.exec(f"retry-{key}", command, key=key)) for key in keys]
+        await asyncio.wait(calls, timeout=1.0)  # a moment to join in
+        assert not any(call.done() for call in calls)
         for key in keys:
-            answer = await stack.exec(f"retry-{key}", command, key=key)
+            assert (await stack.call("PUT", f"{stack.task(f'retry-{key}')}/files?path=go", data=b""))[0] == 201
+        for answer in await asyncio.gather(*calls):
             assert (answer["exit_code"], answer["stdout"]) == (0, "1\n")
 
 

@@ -22,13 +22,15 @@ from manager.app import surface
 from manager.config import ManagerConfig, ProjectPolicy, TargetConfig
 from manager.model import Owner, Role
 from manager.services.tenants import Tenants
+from tests.support.memory_objects import memory_objects
+from tests.support.streams import connection
 from tests.support.world import ACME, LARGE, SHOP, SMALL, TERMS, World, world
 
 PEPPER = b"a pepper of the tests alone"
 CLEANUP = "cleanup-secret-of-the-tests"
 PLACES = {
     "task_id": "a-task", "process_id": "a-process", "session_id": "a-session", "terminal_id": "a-terminal",
-    "sandbox_id": "a-sandbox", "key_id": "a" * 26, "port": "3000", "path": "x",
+    "sandbox_id": "a-sandbox", "snapshot_id": "a-snapshot", "key_id": "a" * 26, "port": "3000", "path": "x",
 }  # fmt: skip
 
 
@@ -108,14 +110,11 @@ class Api:
 
     async def raw(self, data: bytes) -> bytes:
         """What comes back, up to the end of the connection, for exactly these bytes."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
+        opening = asyncio.open_connection("127.0.0.1", self.port)
+        async with connection(opening) as (reader, writer), asyncio.timeout(60):
             writer.write(data)
             await writer.drain()
-            async with asyncio.timeout(20):
-                return await reader.read()
-        finally:
-            writer.close()
+            return await reader.read()
 
 
 @asynccontextmanager
@@ -123,6 +122,8 @@ async def api(
     *,
     cleanup_secret: str | None = CLEANUP,
     max_connections: int = 1000,
+    project_requests: int = 1000,
+    key_requests_per_sec: int = 1_000_000,
     projects: Mapping[Owner, ProjectPolicy] | None = None,
 ) -> AsyncIterator[Api]:
     policy = ProjectPolicy(profiles=(SMALL.name, LARGE.name), concurrency=None)
@@ -133,9 +134,11 @@ async def api(
         targets=(TargetConfig(name="here", provider="local", region="north"),),
         body_timeout_sec=2,
         max_connections=max_connections,
+        project_requests=project_requests,
+        key_requests_per_sec=key_requests_per_sec,
     )
-    async with world(terms=TERMS) as made:
-        tenants = Tenants(made.store, PEPPER)
+    async with world(terms=TERMS, policies=projects) as made:
+        tenants = Tenants(made.store, memory_objects(), PEPPER)
         services = surface(config, made.services, tenants, made.store)
         keys = {
             role.value: (await tenants.create_key(ACME, role, role.value))[0]

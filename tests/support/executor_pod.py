@@ -14,10 +14,10 @@ import io
 import json
 import os
 import pwd
+import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -70,7 +70,7 @@ class ExecutorProcess:
 
     process: subprocess.Popen[bytes]
     tier: Tier
-    socket: str
+    socket: str  # empty where it listens on TCP
     token: str
     workspace: Path
     log: Path
@@ -79,6 +79,11 @@ class ExecutorProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def port(self) -> int:
+        """Of TCP, out of its log."""
+        return int(re.findall(r'"executor_ready", "where": "[^"]*:(\d+)"', self.log_text())[0])
 
     def log_text(self, since: int = 0) -> str:
         """The log, from that many bytes on."""
@@ -142,7 +147,8 @@ def running_executor(
 ) -> Iterator[ExecutorProcess]:
     """Starts an executor with a workspace of its own and ends it, with all it started, on the way out.
 
-    `prefix` goes before the command line: a program that sets something up and then runs the rest of its arguments."""
+    `prefix` goes before the command line: a program that sets something up and then runs the rest of its arguments.
+    With SOJOURN_EXECUTOR_SOCKET empty in `env` it listens on TCP."""
     user, token = command_account(tier), token or secrets.token_hex(16)
     directory = Path(tempfile.mkdtemp(prefix="sojourn-test-"))
     directory.chmod(0o711)
@@ -159,10 +165,11 @@ def running_executor(
         "SOJOURN_POD_TOKEN_SHA256": hashlib.sha256(token.encode()).hexdigest(),
         "SOJOURN_EXECUTOR_SOCKET": str(private / "s"),
         "SOJOURN_WORKSPACE": str(workspace),
+        **(env or {}),
     }
     become: dict[str, Any] = {}
     if IS_ROOT and tier == "split":
-        settings["SOJOURN_COMMAND_USER"] = user.pw_name
+        settings.setdefault("SOJOURN_COMMAND_USER", user.pw_name)
     elif IS_ROOT:
         become = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
     python = python_for(user.pw_uid, user.pw_gid) if become else sys.executable
@@ -170,13 +177,13 @@ def running_executor(
     try:
         with log.open("wb") as file:
             process = subprocess.Popen(
-                argv, env=settings | (env or {}), stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd="/",
+                argv, env=settings, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd="/",
                 start_new_session=True, umask=-1 if umask is None else umask, **become,
             )  # fmt: skip
         try:
             pod = ExecutorProcess(
-                process=process, tier=tier, socket=str(private / "s"), token=token, workspace=workspace, log=log,
-                user=user,
+                process=process, tier=tier, socket=settings["SOJOURN_EXECUTOR_SOCKET"], token=token,
+                workspace=workspace, log=log, user=user,
             )  # fmt: skip
             _wait_until_listening(pod)
             yield pod
@@ -189,12 +196,8 @@ def running_executor(
 def _wait_until_listening(pod: ExecutorProcess) -> None:
     give_up = time.monotonic() + READY_SEC
     while True:
-        with socket.socket(socket.AF_UNIX) as sock:
-            try:
-                sock.connect(pod.socket)
-                return
-            except OSError:
-                pass
+        if "executor_ready" in pod.log_text():
+            return
         if pod.process.poll() is not None or time.monotonic() > give_up:
             raise AssertionError(f"the executor did not start ({pod.process.returncode}):\n{pod.log_text()[-3000:]}")
         time.sleep(0.01)
@@ -375,7 +378,14 @@ async def frames_of(answer: aiohttp.ClientResponse) -> AsyncIterator[FrameEvent]
 @contextlib.asynccontextmanager
 async def connected(process: ExecutorProcess, connections: int = 0) -> AsyncIterator[Pod]:
     """`connections` 0: as many as are needed."""
-    connector = aiohttp.UnixConnector(process.socket, limit=connections)
+    connector: aiohttp.BaseConnector
+    if process.socket:
+        connector = aiohttp.UnixConnector(process.socket, limit=connections)
+    else:
+        connector = aiohttp.TCPConnector(limit=connections)
     timeout = aiohttp.ClientTimeout(total=100)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
-        yield Pod(process, session)
+        pod = Pod(process, session)
+        if not process.socket:
+            pod.url = f"http://127.0.0.1:{process.port}"
+        yield pod

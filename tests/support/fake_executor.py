@@ -85,9 +85,10 @@ class FakeExecutor:
         self.runs: list[ExecRequest] = []  # commands that really ran, not joins
         self.lease_headers: list[str | None] = []
         self.pushed: list[LeaseRequest] = []
+        self.is_claimed = False  # and refuses to be pushed on like a pool pod
         self.running = 0  # background work that the lease tells of
         self.operations = 0
-        self.quiet_for_sec = 0.0
+        self.quiet_for_sec = 86_400.0  # since the last work, while none is under way
         self.before_exec: Callable[[], Awaitable[None]] | None = None
         self.before_bind: Callable[[], Awaitable[None]] | None = None
         self._outcomes: dict[str, tuple[bytes, asyncio.Future[ExecResult]]] = {}
@@ -214,7 +215,7 @@ class FakeExecutor:
                 operations=self.operations,
                 running=self.running,
                 terminals=len(self.terminals),
-                quiet_for_sec=self.quiet_for_sec,
+                quiet_for_sec=0.0 if self.running or self.operations else self.quiet_for_sec,
                 quiet_left_sec=None,
                 hard_left_sec=None,
                 unclaimed_left_sec=None,
@@ -223,6 +224,8 @@ class FakeExecutor:
 
     async def _push(self, request: web.Request) -> web.StreamResponse:
         self.pushed.append(msgspec.json.decode(await request.read(), type=LeaseRequest))
+        if self.is_claimed:
+            return refuse(409, "conflict", "this pod belongs to a sandbox")
         return web.json_response({})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.support.streams import gone
+
 Answer = Callable[["Caller"], Awaitable[None]]
 
 
@@ -81,5 +83,4 @@ async def hostile_pod(socket: Path, behave: Answer | bytes) -> AsyncIterator[lis
         if tasks:
             await asyncio.wait(list(tasks))
         for caller in callers:
-            caller.writer.close()
-        await asyncio.sleep(0)
+            await gone(caller.writer)

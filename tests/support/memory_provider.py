@@ -29,6 +29,7 @@ class MemoryProvider:
         self.after: Callable[[str], Awaitable[None]] | None = None
         self._watchers: set[asyncio.Queue[PodEvent]] = set()
         self._version = 0
+        self.current = True
 
     @property
     def pods(self) -> list[Pod]:
@@ -39,13 +40,25 @@ class MemoryProvider:
         return [pod for pod in self.pods if pod.labels.get(LABEL_STATE) == PodState.CLAIMED]
 
     async def create(
-        self, profile: Profile, name: str, labels: Mapping[str, str], annotations: Mapping[str, str]
+        self,
+        profile: Profile,
+        name: str,
+        labels: Mapping[str, str],
+        annotations: Mapping[str, str],
+        *,
+        wait: bool = True,
     ) -> Pod:
         await self._enter("create")
         if (present := self._pods.get(name)) is not None:
             return present
         executor = FakeExecutor(name, pod_token(self._secret, name), self._directory / f"{name}.sock")
-        await executor.start()
+        starting = asyncio.create_task(executor.start(), name=f"start-{name}")
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:  # half a server cannot be closed
+            await starting
+            await executor.stop()
+            raise
         self.executors[name] = executor
         pod = Pod(
             name=name,

@@ -114,8 +114,9 @@ class Socket:
 
     async def to_end(self) -> Socket:
         """Reads until the connection is closed."""
+        give_up = time.monotonic() + LONG_SEC
         while await self.next() is not None:
-            pass
+            assert time.monotonic() < give_up, f"not at its end within {LONG_SEC:.0f} s; got {self.stdout[-300:]!r}"
         return self
 
     @property

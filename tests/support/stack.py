@@ -23,6 +23,15 @@ import aiohttp
 
 REPOSITORY: Final = Path(__file__).parents[2]
 READY_SEC: Final = 90.0
+# A machine whose root cannot have pods of two users: they are then of the single tier.
+SINGLE_TIER: Final = """
+import runpy, sys
+from manager.providers.local import capability
+tried = capability._try
+capability._try = lambda program, tier, entry: "not here" if tier == "split" else tried(program, tier, entry)
+sys.argv = ["manager", "up"]
+runpy.run_module("manager", run_name="__main__")
+"""
 
 
 def free_port() -> int:
@@ -35,7 +44,8 @@ def free_port() -> int:
 class Stack:
     """Survives the manager's crash: `start` again finds the same data directory, port and key."""
 
-    def __init__(self, *, config: str = "", **settings: str) -> None:
+    def __init__(self, *, config: str = "", single: bool = False, **settings: str) -> None:
+        """`single`: its pods are of the single tier also where root could have the other."""
         self.base = Path(tempfile.mkdtemp(prefix="sojourn-", dir="/var/tmp"))
         self.data = self.base / "data"
         self.log = self.base / "log"
@@ -43,6 +53,7 @@ class Stack:
         self._config = self.base / "config.toml"
         self._config.write_text(config)
         self._settings = settings
+        self._program = ["-c", SINGLE_TIER] if single else ["-m", "manager", "up"]
         self._http: aiohttp.ClientSession | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -58,7 +69,7 @@ class Stack:
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "manager", "up"],
+                [sys.executable, *self._program],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

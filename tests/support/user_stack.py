@@ -14,7 +14,7 @@ from pathlib import Path
 from sojourn import Client
 
 START_SEC = 90.0
-END_SEC = 30.0
+END_SEC = 60.0
 
 
 def clean_env(**more: str) -> dict[str, str]:

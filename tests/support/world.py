@@ -12,11 +12,15 @@ from pathlib import Path
 from executor.wire import ExecRequest
 from manager.config import ProjectPolicy
 from manager.model import Binding, LeaseTerms, Owner, Pod, Principal, Profile, Role, new_id
+from manager.providers.base import Provider
+from manager.services.audit import AuditLog
 from manager.services.core import Services
 from manager.services.pool import idle_labels
 from manager.services.tasks import TaskExecAnswer
-from manager.store.base import Store
+from manager.store.base import Cache, Store
+from manager.store.objects import Objects
 from tests.support.fake_executor import FakeExecutor
+from tests.support.memory_objects import MemoryCache, memory_objects
 from tests.support.memory_provider import MemoryProvider
 from tests.support.memory_store import MemoryStore
 
@@ -24,8 +28,9 @@ SECRET = b"a secret of the tests"
 ACME = Owner("acme", "web")
 SHOP = Owner("acme", "shop")
 TERMS = LeaseTerms(active_sec=1000.0, idle_sec=100.0, max_sec=5000.0)
-SMALL = Profile(name="small", pool_min=0)
-LARGE = Profile(name="large", cpu=4.0, pool_min=0)
+SMALL = Profile(name="small", keep_workspace=False, pool_min=0)
+LARGE = Profile(name="large", cpu=4.0, keep_workspace=False, pool_min=0)
+KEPT = Profile(name="kept", pool_min=0)  # whose tasks' workspaces are kept
 
 
 def principal(owner: Owner = ACME) -> Principal:
@@ -57,7 +62,7 @@ class World:
         return pods
 
 
-async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], most_sec: float = 20.0) -> None:
+async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], most_sec: float = 60.0) -> None:
     """Waits until the condition holds; TimeoutError after `most_sec`."""
     async with asyncio.timeout(most_sec):
         while True:
@@ -69,17 +74,22 @@ async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], m
 
 def services_over(
     store: Store,
-    provider: MemoryProvider,
+    provider: Provider,
     holder: str,
     *,
     profiles: tuple[Profile, ...] = (SMALL, LARGE),
     terms: LeaseTerms = TERMS,
     policies: Mapping[Owner, ProjectPolicy] | None = None,
     start_limit_sec: float = 20.0,
+    audit: AuditLog | None = None,
+    objects: Objects | None = None,
+    cache: Cache | None = None,
 ) -> Services:
     default = ProjectPolicy(profiles=tuple(profile.name for profile in profiles), concurrency=None)
     return Services(
         store=store,
+        objects=objects if objects is not None else memory_objects(),
+        cache=cache if cache is not None else MemoryCache(),
         providers={"here": provider},
         regions={"here": "north"},
         profiles=profiles,
@@ -87,6 +97,7 @@ def services_over(
         terms=terms,
         secret=SECRET,
         holder=holder,
+        audit=audit,
         start_limit_sec=start_limit_sec,
         reap_sec=0.05,
     )
@@ -115,13 +126,21 @@ async def world(
     policies: Mapping[Owner, ProjectPolicy] | None = None,
     start_limit_sec: float = 20.0,
     loops: bool = False,
+    audit: AuditLog | None = None,
 ) -> AsyncIterator[World]:
     """`loops`: with the background loops running."""
     with tempfile.TemporaryDirectory(prefix="sj") as directory:  # short: a socket's path has 107 bytes
         provider = MemoryProvider(Path(directory), SECRET)
         store = MemoryStore()
         services = services_over(
-            store, provider, "m1", profiles=profiles, terms=terms, policies=policies, start_limit_sec=start_limit_sec
+            store,
+            provider,
+            "m1",
+            profiles=profiles,
+            terms=terms,
+            policies=policies,
+            start_limit_sec=start_limit_sec,
+            audit=audit,
         )
         try:
             if loops:

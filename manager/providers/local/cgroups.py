@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 PARENT: Final = "sojourn"
+INNER: Final = "inner"  # below a pod's directory, without limits of its own: the executor's to divide up
 LIMITS: Final = ("memory", "cpu", "pids")  # what a profile may ask for
 _WANTED: Final = ("memory", "cpu", "cpuacct", "pids")  # cpuacct: v1's own hierarchy for usage
 _CPU_PERIOD_US: Final = 100_000
@@ -107,7 +108,7 @@ def paths(hierarchies: Iterable[Hierarchy], name: str) -> list[PodCgroup]:
 def make(groups: Iterable[PodCgroup], limits: Limits) -> None:
     """Makes the directories and sets the limits. Raises OSError; the caller then removes what there is."""
     for group in groups:
-        os.makedirs(group.path, exist_ok=True)
+        os.makedirs(f"{group.path}/{INNER}", exist_ok=True)
         for file, value, needed in _settings(group, limits):
             try:
                 Path(group.path, file).write_text(value, encoding="ascii")
@@ -132,8 +133,8 @@ def members(groups: Iterable[PodCgroup]) -> set[int]:
     """The pids in them; 0 stands for one that our own pid namespace cannot see."""
     found: set[int] = set()
     for group in groups:
-        for word in _words(Path(group.path, "cgroup.procs")):
-            found.add(int(word))
+        for directory in _with_all_below(Path(group.path)):
+            found.update(map(int, _words(directory / "cgroup.procs")))
     return found
 
 
@@ -159,9 +160,19 @@ def oom_kills(groups: Iterable[PodCgroup]) -> int:
     """How many processes the kernel has killed in there for want of memory."""
     for group in groups:
         if "memory" in group.controllers:
-            file = "memory.events" if group.version == 2 else "memory.oom_control"
-            return int(_table(Path(group.path, file)).get("oom_kill", "0"))
+            if group.version == 2:
+                return _oom_kills(Path(group.path, "memory.events"))
+            # Version 1 counts a kill only where the victim was.
+            return sum(_oom_kills(one / "memory.oom_control") for one in _with_all_below(Path(group.path)))
     return 0
+
+
+def _oom_kills(file: Path) -> int:
+    return int(_table(file).get("oom_kill", "0"))
+
+
+def _with_all_below(top: Path) -> list[Path]:
+    return [Path(directory) for directory, _below, _files in os.walk(top)]
 
 
 def _prepare(one: Hierarchy) -> None:

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 
 from manager.providers.base import PodGone
-from manager.providers.local import cgroups
-from manager.providers.local.processes import ProcessId, boot_id, children, parse_stat, reap, send
+from manager.providers.local import cgroups, routed
+from manager.providers.local.processes import ProcessId, boot_id, descendants, parse_stat, reap, send
 from manager.providers.local.removal import remove_tree
 from manager.providers.local.state import PodRecord, PodStore
 
@@ -40,6 +40,8 @@ def end_pod(store: PodStore, name: str, blank: PodRecord, *, deleted: bool) -> t
     reason = reason_of(store, record, deleted=deleted)
     _kill(store, record)
     cgroups.remove(record.cgroups)
+    if record.network is not None and record.network.way == "routed":
+        routed.remove(record.network)
     if record.workspace:
         remove_tree(Path(record.workspace))
     if record.run_dir:
@@ -77,7 +79,9 @@ def reason_of(store: PodStore, record: PodRecord, *, deleted: bool) -> str:
     if deleted or record.phase == "deleting":
         return "destroyed"
     code = _exit_code(store, record)
-    if code == 128 + signal.SIGKILL and cgroups.oom_kills(record.cgroups) > 0:
+    # Under gVisor the kernel kills the pod as a whole; runsc then has a code of its own, if it tells one in time.
+    killed = code != 0 if record.isolation == "gvisor" else code == 128 + signal.SIGKILL
+    if killed and cgroups.oom_kills(record.cgroups) > 0:
         return "oom"
     # The executor ends itself in order when its lease has run out; anything else ends it otherwise.
     return "expired" if code == 0 else "lost"
@@ -146,4 +150,4 @@ def _processes(store: PodStore, record: PodRecord) -> list[ProcessId]:
         return [outer]
     # Stopped first, or it could start the pod's PID 1 between the look and the kill.
     send(outer, signal.SIGSTOP)
-    return [*children(outer.pid), outer]
+    return [*descendants(outer.pid), outer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,20 +23,37 @@ class Entry:
     programs: tuple[str, ...]  # what a pod must see of this machine beside its system
     path_entry: str | None  # where the interpreter does not find the package by itself
     search_path: str  # PATH in the pod
+    flags: tuple[str, ...] = ("-I",)  # of the interpreter
 
-    def command(self, rlimits: Iterable[tuple[int, int]] = ()) -> tuple[str, ...]:
-        """Argv. `rlimits` are (resource, limit) to start with."""
+    def command(self, rlimits: Iterable[tuple[int, int]] = (), beside: Sequence[str] = ()) -> tuple[str, ...]:
+        """Argv. `rlimits` are (resource, limit) to start with; `beside`: a program in Python, with arguments, to run
+        beside the executor."""
         limits = list(rlimits)
-        if self.path_entry is None and not limits:
-            return (self.python, "-I", "-m", "executor")
+        if self.path_entry is None and not limits and not beside:
+            return (self.python, *self.flags, "-m", "executor")
         lines = ["import runpy, sys"]
         if limits:
             lines.append("import resource")
             lines += [f"resource.setrlimit({number}, ({limit}, {limit}))" for number, limit in limits]
+        if beside:
+            argv = [self.python, "-I", "-S", "-B", *beside]
+            lines.append(f"import os; os.posix_spawn({self.python!r}, {argv!r}, {{}})")
         if self.path_entry is not None:
             lines.append(f"sys.path.insert(0, {self.path_entry!r})")
         lines.append("runpy.run_module('executor', run_name='__main__', alter_sys=True)")
-        return (self.python, "-I", "-c", "; ".join(lines))
+        return (self.python, *self.flags, "-c", "; ".join(lines))
+
+
+def bundle_entry(bundle: Path, at: str) -> Entry:
+    """The executor as the bundle in the directory `bundle`, which pods see at `at`.
+
+    Raises IsolationUnavailable where it is not there."""
+    if not os.access(bundle / "sojourn-executor", os.X_OK):
+        raise IsolationUnavailable(
+            f"pods with an image need the executor as a bundle, and there is none in {bundle}: `make bundle` makes it, "
+            "SOJOURN_EXECUTOR_BUNDLE says where it is"
+        )
+    return Entry(f"{at}/bin/python3", bundle, (), None, "", ("-I", "-S"))
 
 
 def find_entry(data_dir: Path, package: Path | None = None, *, isolated: bool = True) -> Entry:

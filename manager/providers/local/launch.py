@@ -70,12 +70,13 @@ def launch_bwrap(
     log: Path,
     launcher: Path,
     status: Path,
+    before: Sequence[str] = (),
     cgroups: Sequence[PodCgroup] = (),
     oom_score: int | None = None,
 ) -> tuple[int, int]:
     """Pid of the outer process, and a descriptor to read bubblewrap's JSON of `child-pid` from, which is the caller's.
 
-    Raises OSError."""
+    `before` is a program with arguments that becomes what it finds after them. Raises OSError."""
     split = arguments.index("--")
     with contextlib.ExitStack() as stack:
         # The arguments by descriptor: they are long, and `ps` would show little else.
@@ -86,8 +87,8 @@ def launch_bwrap(
         stack.callback(os.close, info_write)
         try:
             pid = launch(
-                [program, "--args", str(bwrap.ARGS_FD), *arguments[split:]], env, log=log, launcher=launcher,
-                cgroups=cgroups, oom_score=oom_score,
+                [*before, program, "--args", str(bwrap.ARGS_FD), *arguments[split:]], env, log=log,
+                launcher=launcher, cgroups=cgroups, oom_score=oom_score,
                 descriptors={
                     bwrap.SECCOMP_FD: filter_, bwrap.INFO_FD: info_write, bwrap.STATUS_FD: status_fd,
                     bwrap.ARGS_FD: args,

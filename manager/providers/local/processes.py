@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -92,9 +93,9 @@ def send(process: ProcessId, number: signal.Signals) -> None:
         os.close(fd)
 
 
-def children(pid: int) -> list[ProcessId]:
-    """The direct children that live now."""
-    found = []
+def descendants(pid: int) -> list[ProcessId]:
+    """Those that live now, parents before their children."""
+    by_parent: dict[int, list[ProcessId]] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -102,10 +103,17 @@ def children(pid: int) -> list[ProcessId]:
             with open(f"/proc/{name}/stat", "rb") as file:
                 line = file.read(1024)
             _, state, start_ticks = parse_stat(line)
-            if int(line.rpartition(b")")[2].split()[1]) == pid and state not in _GONE_STATES:
-                found.append(ProcessId(int(name), start_ticks))
+            parent = int(line.rpartition(b")")[2].split()[1])
         except (OSError, ValueError):
             continue
+        if state not in _GONE_STATES:
+            by_parent.setdefault(parent, []).append(ProcessId(int(name), start_ticks))
+    found: list[ProcessId] = []
+    parents = [pid]
+    for parent in parents:
+        for child in by_parent.get(parent, ()):
+            found.append(child)
+            parents.append(child.pid)
     return found
 
 
@@ -113,3 +121,16 @@ def reap(process: ProcessId) -> None:
     """Collects the process if it is a child of ours that has ended, and nobody else's child."""
     with contextlib.suppress(ChildProcessError, OSError):
         os.waitpid(process.pid, os.WNOHANG)
+
+
+def wait_ended(process: ProcessId, timeout_sec: float) -> bool:
+    """Waits for our child's end and collects it; False where it had to be killed at the timeout."""
+    deadline = time.monotonic() + timeout_sec
+    while process.alive():
+        if time.monotonic() > deadline:
+            send(process, signal.SIGKILL)
+            reap(process)
+            return False
+        time.sleep(0.005)
+    reap(process)
+    return True

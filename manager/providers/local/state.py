@@ -1,12 +1,12 @@
 """The label store: one directory and one small file per pod, shared by every manager on the machine. All calls block.
 
-    <data dir>/pods/<name>/pod.json      what is known of the pod; replaced atomically, under `lock`
-                           lock          flock(2) of whoever is changing pod.json
-                           creating      flock(2) of whoever is making the pod: free means that its maker has died
-                           launcher      /proc/PID/stat of the outer process, written by itself
-                           status        what bubblewrap says about the pod's end
-                           log           the executor's stdout and stderr
-                           run/ state/ etc/ workspace/
+<data dir>/pods/<name>/pod.json      what is known of the pod; replaced atomically, under `lock`
+                       lock          flock(2) of whoever is changing pod.json
+                       creating      flock(2) of whoever is making the pod: free means that its maker has died
+                       launcher      /proc/PID/stat of the outer process, written by itself
+                       status        what bubblewrap says about the pod's end
+                       log           the executor's stdout and stderr
+                       run/ state/ etc/ workspace/
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +27,12 @@ import msgspec
 from manager.model import Pod
 from manager.providers.base import ClaimLost, PodGone
 from manager.providers.local.cgroups import PodCgroup
+from manager.providers.local.network import PodNetwork
 from manager.providers.local.processes import ProcessId
 
 LOCK_SEC: Final = 5.0  # a change holds the lock for well under a millisecond
 _NEW: Final = ".new-"
+_UNPACKED: Final = re.compile(r"/sha256-([0-9a-f]{64})/rootfs\Z")
 _TRASH: Final = ".trash-"
 
 Phase = Literal["creating", "ready", "deleting"]
@@ -49,9 +52,12 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     run_dir: str  # holds the socket; outside the pod's directory where that path is too long for a socket
     cgroups: list[PodCgroup] = []
+    isolation: str = "namespaces"  # `gvisor`; `none`: plain processes
+    image: str = ""  # root directory of the pod's system; "": this machine's own
     workspace: str = ""  # where it is not in the pod's directory
     inner: ProcessId | None = None  # the executor, PID 1 of the pod
     outer: ProcessId | None = None  # bubblewrap outside, waiting for it
+    network: PodNetwork | None = None  # None: nothing but loopback
 
     def alive(self, boot: str) -> bool:
         return self.boot_id == boot and self.inner is not None and self.inner.alive()
@@ -61,8 +67,14 @@ def pod_of(record: PodRecord) -> Pod:
     return Pod(
         name=record.name, version=str(record.version), target=record.target, labels=record.labels,
         annotations=record.annotations, address=f"unix:{record.socket}", ready=record.phase == "ready",
-        deleting=record.phase == "deleting", created_at=record.created_at,
+        deleting=record.phase == "deleting", created_at=record.created_at, image_digest=_digest_of(record.image),
     )  # fmt: skip
+
+
+def _digest_of(root: str) -> str:
+    """Images are unpacked into directories that are called by their digests, if they have one (`images`)."""
+    found = _UNPACKED.search(root)
+    return f"sha256:{found[1]}" if found is not None else ""
 
 
 class PodStore:

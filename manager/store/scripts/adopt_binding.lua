@@ -1,12 +1,15 @@
 -- KEYS: binding, slots. ARGV: tenant, project, task_id, sandbox_id, token, profile, target, created_at, generation, pod,
--- address, previous, active_ms, idle_ms, max_ms. 1: bound by this token.
+-- address, previous, active_ms, idle_ms, max_ms, terms, cpu_milli, memory. 1: bound (or closing) by this token.
 local key, slots, id, token = KEYS[1], KEYS[2], ARGV[4], ARGV[5]
 local generation = tonumber(ARGV[9])
 local old = fields_of(key)
 local ours = old.token == token and old.sandbox_id == id
-if old.state == 'bound' or old.state == 'claiming' then
+if old.state == 'bound' or old.state == 'claiming' or old.state == 'closing' then
   if not ours then
     return 0
+  end
+  if old.state == 'closing' then
+    return 1
   end
 elseif old.state == 'ended' and generation <= tonumber(old.generation) then
   return 0 -- a pod whose end is on record, or one that lost the claim: not to be used again
@@ -28,8 +31,9 @@ redis.call('DEL', key)
 redis.call('HSET', key, 'tenant', ARGV[1], 'project', ARGV[2], 'task_id', ARGV[3], 'sandbox_id', id, 'state', 'bound',
   'token', token, 'profile', ARGV[6], 'target', ARGV[7], 'generation', whole(generation), 'pod', ARGV[10],
   'address', ARGV[11], 'created_at', created_at, 'previous', previous, 'ended', '',
-  'claimed_ms', old.claimed_ms or '0', 'before', '')
+  'terms', ARGV[16], 'cpu_milli', ARGV[17], 'memory', ARGV[18], 'claimed_ms', old.claimed_ms or '0', 'before', '')
 redis.call('ZADD', slots, '+inf', id)
+redis.call('ZREM', CLAIMS, id)
 redis.call('SADD', LIVE, id)
 if not (ours and redis.call('EXISTS', LEASE .. id) == 1) then
   local now, max_ms = now_ms(), tonumber(ARGV[15])

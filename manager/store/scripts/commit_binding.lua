@@ -13,6 +13,7 @@ end
 redis.call('HSET', key, 'state', 'bound', 'pod', ARGV[2], 'address', ARGV[3], 'profile', ARGV[4], 'target', ARGV[5],
   'before', '')
 redis.call('ZADD', slots, '+inf', old.sandbox_id)
+redis.call('ZREM', CLAIMS, old.sandbox_id)
 local now = now_ms()
 make_lease(old.sandbox_id, now, tonumber(ARGV[6]), now + tonumber(ARGV[8]), ARGV[6], ARGV[7], ARGV[8])
 return 1

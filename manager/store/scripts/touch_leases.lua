@@ -5,7 +5,7 @@ redis.call('SET', HOLDER .. holder, '1', 'PX', ARGV[2])
 for i = 4, #ARGV, 2 do
   local id, count = ARGV[i], tonumber(ARGV[i + 1])
   local lease = fields_of(LEASE .. id)
-  if lease.until_ms then
+  if lease.until_ms and not lease.closing then
     local until_ms, hard_ms = tonumber(lease.until_ms), tonumber(lease.hard_ms)
     if count > 0 then
       redis.call('HSET', OPERATIONS .. id, holder, count)

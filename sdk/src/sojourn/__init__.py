@@ -13,9 +13,10 @@ from sojourn.client import AsyncClient, AsyncKeys
 from sojourn.errors import APIError, CommandFailed, SojournError
 from sojourn.files import AsyncFiles
 from sojourn.processes import AsyncProcess
+from sojourn.sandboxes import AsyncSandbox, AsyncSandboxes
 from sojourn.sessions import AsyncSession
 from sojourn.streams import AsyncCommandStream
-from sojourn.sync import Client, CommandStream, Files, Keys, Process, Session, Task
+from sojourn.sync import Client, CommandStream, Files, Keys, Process, Sandbox, Sandboxes, Session, Task
 from sojourn.tasks import AsyncTask
 from sojourn.terminals import AsyncTerminal, AsyncTerminalConnection
 from sojourn.types import Event, ExecResult, Exit, Gap, Output, Started
@@ -27,6 +28,8 @@ __all__ = [
     "AsyncFiles",
     "AsyncKeys",
     "AsyncProcess",
+    "AsyncSandbox",
+    "AsyncSandboxes",
     "AsyncSession",
     "AsyncTask",
     "AsyncTerminal",
@@ -42,6 +45,8 @@ __all__ = [
     "Keys",
     "Output",
     "Process",
+    "Sandbox",
+    "Sandboxes",
     "Session",
     "SojournError",
     "Started",

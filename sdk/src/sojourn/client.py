@@ -7,9 +7,10 @@ from typing import Self
 
 from sojourn.config import Server, find_server
 from sojourn.paths import piece
+from sojourn.sandboxes import AsyncSandbox, AsyncSandboxes
 from sojourn.tasks import AsyncTask
 from sojourn.transport import RETRY_SEC, Transport, decode
-from sojourn.types import Health, KeyCreated, KeyInfo, KeyList, SandboxList, SandboxState
+from sojourn.types import AuditPage, Health, KeyCreated, KeyInfo, KeyList, Quota, QuotaList, SandboxList, SandboxState
 
 
 class AsyncClient:
@@ -36,6 +37,7 @@ class AsyncClient:
             find_server(address, api_key), headers, max_connections=max_connections, retry_sec=retry_sec
         )
         self.keys = AsyncKeys(self._transport)
+        self.long_lived = AsyncSandboxes(self._transport)
 
     @property
     def server(self) -> Server:
@@ -57,10 +59,26 @@ class AsyncClient:
         """A handle on the task; calls nobody. Raises InvalidTaskId."""
         return AsyncTask(self._transport, task_id, profile=profile, region=region)
 
+    def sandbox(self, sandbox_id: str) -> AsyncSandbox:
+        """A handle on a long-lived sandbox; calls nobody. `long_lived.create` makes one."""
+        return AsyncSandbox(self._transport, sandbox_id)
+
+    async def quotas(self) -> list[Quota]:
+        """What the project holds, and may hold."""
+        answer = await self._transport.call("GET", "/api/v1/quotas", retry="safe")
+        return decode(answer.body, QuotaList).quotas
+
     async def sandboxes(self) -> list[SandboxState]:
-        """The project's sandboxes."""
+        """The project's sandboxes, tasks' and long-lived ones."""
         answer = await self._transport.call("GET", "/api/v1/sandboxes/", retry="safe")
         return decode(answer.body, SandboxList).sandboxes
+
+    async def audit(self, *, since: str | None = None, after: str | None = None, limit: int = 100) -> AuditPage:
+        """The project's audit log, oldest first; `since` is a time as in RFC 3339. Needs an admin's key."""
+        wanted = {"since": since, "after": after, "limit": str(limit)}
+        params = {name: value for name, value in wanted.items() if value is not None}
+        answer = await self._transport.call("GET", "/api/v1/audit", retry="safe", params=params)
+        return decode(answer.body, AuditPage)
 
     async def health(self) -> Health:
         """Whether the server is there and what it says of itself."""

@@ -349,6 +349,12 @@ class Provisioning(APIError):
     code = "provisioning"
 
 
+class WorkspaceAttaching(Provisioning):
+    """The sandbox waits for the volume of its workspace; a little later it is there."""
+
+    code = "workspace_attaching"
+
+
 class ImagePullFailed(APIError):
     """The profile's image cannot be had."""
 
@@ -365,6 +371,12 @@ class StoreUnavailable(APIError):
     """The manager's store does not answer. Running commands go on."""
 
     code = "store_unavailable"
+
+
+class TargetUnavailable(APIError):
+    """The data plane's own interface does not answer. Sandboxes that have their pod go on."""
+
+    code = "target_unavailable"
 
 
 class ShuttingDown(APIError):

@@ -45,24 +45,42 @@ def decode_frame(kind: int, payload: bytes) -> Frame | None:
 
 
 class FrameReader:
-    """Cuts a byte stream into (kind, payload); keeps at most one frame's bytes and what came with its end."""
+    """Cuts a byte stream into (kind, payload); keeps at most one frame's bytes."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The frames that `data` completes. Raises UnexpectedAnswer for one over MAX_FRAME_BYTES."""
-        self._kept += data
+        """The frames that `data` completes, each payload copied once. Raises UnexpectedAnswer for one over
+        MAX_FRAME_BYTES."""
         kept, at = self._kept, 0
         frames: list[tuple[int, bytes]] = []
-        while len(kept) - at >= 5:
-            length = int.from_bytes(kept[at + 1 : at + 5], "big")
-            if length > MAX_FRAME_BYTES:
-                raise UnexpectedAnswer(f"a frame of {length} bytes is over the bound of {MAX_FRAME_BYTES}")
-            end = at + 5 + length
-            if len(kept) < end:
-                break
-            frames.append((kept[at], bytes(kept[at + 5 : end])))
-            at = end
-        del kept[:at]
+        with memoryview(data) as view:
+            if kept:  # a frame that began earlier: only what it lacks is joined to it
+                at = max(0, 5 - len(kept))
+                kept += view[:at]
+                if len(kept) < 5:
+                    return frames
+                lacking = 5 + _length(kept) - len(kept)
+                kept += view[at : at + lacking]
+                if len(view) - at < lacking:
+                    return frames
+                at += lacking
+                with memoryview(kept) as whole:
+                    frames.append((kept[0], bytes(whole[5:])))
+                kept.clear()
+            while len(view) - at >= 5:
+                end = at + 5 + _length(view[at : at + 5])
+                if end > len(view):
+                    break
+                frames.append((view[at], bytes(view[at + 5 : end])))
+                at = end
+            kept += view[at:]
         return frames
+
+
+def _length(head: bytearray | memoryview) -> int:
+    length = int.from_bytes(head[1:5], "big")
+    if length > MAX_FRAME_BYTES:
+        raise UnexpectedAnswer(f"a frame of {length} bytes is over the bound of {MAX_FRAME_BYTES}")
+    return length

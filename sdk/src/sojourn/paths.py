@@ -28,6 +28,11 @@ def task_path(task_id: str) -> str:
     return f"/sandbox/task/{piece}"
 
 
+def sandbox_path(sandbox_id: str) -> str:
+    """The path of a long-lived sandbox."""
+    return f"/sandbox/sandboxes/v1/{piece(sandbox_id)}"
+
+
 def piece(text: str) -> str:
     """`text` as one piece of a path."""
     return quote(text, safe="")

@@ -11,9 +11,10 @@ from sojourn.client import AsyncClient, AsyncKeys
 from sojourn.config import Server
 from sojourn.files import AsyncFiles
 from sojourn.processes import AsyncProcess
+from sojourn.sandboxes import AsyncSandbox, AsyncSandboxes
 from sojourn.sessions import AsyncSession
 from sojourn.streams import AsyncCommandStream
-from sojourn.tasks import AsyncTask
+from sojourn.tasks import AsyncPlace, AsyncTask
 from sojourn.transport import RETRY_SEC
 from sojourn.types import Event, Exit, Where
 
@@ -115,29 +116,57 @@ class Files(Blocking):
     watch = iterating(AsyncFiles.watch)
 
 
-class Task(Blocking):
-    """A handle on one task; see AsyncTask."""
+class _Place(Blocking):
+    """What can be done in a sandbox; see AsyncPlace."""
 
-    def __init__(self, bridge: Bridge, inner: AsyncTask) -> None:
+    def __init__(self, bridge: Bridge, inner: AsyncPlace) -> None:
         super().__init__(bridge, inner)
         self.id = inner.id
         self.files = Files(bridge, inner.files)
 
-    exec = blocking(AsyncTask.exec)
-    stream = wrapping(CommandStream, AsyncTask.stream)
-    start = blocking_as(Process, AsyncTask.start)
-    process = wrapping(Process, AsyncTask.process)
-    processes = blocking(AsyncTask.processes)
-    session = blocking_as(Session, AsyncTask.session)
-    session_by_id = wrapping(Session, AsyncTask.session_by_id)
-    sessions = blocking(AsyncTask.sessions)
-    terminals = blocking(AsyncTask.terminals)
-    upload_dir = blocking(AsyncTask.upload_dir)
-    download_dir = blocking(AsyncTask.download_dir)
-    usage = blocking(AsyncTask.usage)
-    usage_stream = iterating(AsyncTask.usage_stream)
+    exec = blocking(AsyncPlace.exec)
+    stream = wrapping(CommandStream, AsyncPlace.stream)
+    start = blocking_as(Process, AsyncPlace.start)
+    process = wrapping(Process, AsyncPlace.process)
+    processes = blocking(AsyncPlace.processes)
+    session = blocking_as(Session, AsyncPlace.session)
+    session_by_id = wrapping(Session, AsyncPlace.session_by_id)
+    sessions = blocking(AsyncPlace.sessions)
+    terminals = blocking(AsyncPlace.terminals)
+    upload_dir = blocking(AsyncPlace.upload_dir)
+    download_dir = blocking(AsyncPlace.download_dir)
+    usage = blocking(AsyncPlace.usage)
+    usage_stream = iterating(AsyncPlace.usage_stream)
+
+
+class Task(_Place):
+    """A handle on one task; see AsyncTask."""
+
     info = blocking(AsyncTask.info)
     delete = blocking(AsyncTask.delete)
+
+
+class Sandbox(_Place):
+    """A handle on one long-lived sandbox; see AsyncSandbox."""
+
+    info = blocking(AsyncSandbox.info)
+    change = blocking(AsyncSandbox.change)
+    stop = blocking(AsyncSandbox.stop)
+    resume = blocking(AsyncSandbox.resume)
+    snapshot = blocking(AsyncSandbox.snapshot)
+
+    fork = blocking_as(lambda bridge, inner: Sandbox(bridge, inner), AsyncSandbox.fork)
+    delete = blocking(AsyncSandbox.delete)
+
+
+class Sandboxes(Blocking):
+    """The project's long-lived sandboxes; see AsyncSandboxes."""
+
+    create = blocking_as(Sandbox, AsyncSandboxes.create)
+    list = blocking(AsyncSandboxes.list)
+    iterate = iterating(AsyncSandboxes.iterate)
+    snapshots = blocking(AsyncSandboxes.snapshots)
+    delete_snapshot = blocking(AsyncSandboxes.delete_snapshot)
 
 
 class Keys(Blocking):
@@ -178,13 +207,17 @@ class Client(Blocking):
         )
         super().__init__(Bridge(), inner)
         self.keys = Keys(self._bridge, inner.keys)
+        self.long_lived = Sandboxes(self._bridge, inner.long_lived)
 
     @property
     def server(self) -> Server:
         return self._inner.server
 
     task = wrapping(Task, AsyncClient.task)
+    sandbox = wrapping(Sandbox, AsyncClient.sandbox)
     sandboxes = blocking(AsyncClient.sandboxes)
+    quotas = blocking(AsyncClient.quotas)
+    audit = blocking(AsyncClient.audit)
     health = blocking(AsyncClient.health)
 
     def close(self) -> None:

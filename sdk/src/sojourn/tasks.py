@@ -1,4 +1,5 @@
-"""A task: its commands, processes, files, resource use and end. The first call that needs its sandbox gets it made."""
+"""What goes on in a sandbox: commands, processes, sessions, files, resource use. And a task, whose sandbox is made by
+the first call that needs it."""
 
 from __future__ import annotations
 
@@ -52,14 +53,14 @@ class _UsageEvent(msgspec.Struct, frozen=True):
     error: ErrorBody | None = None
 
 
-class AsyncTask:
-    """A handle on one task of the caller's project. Making the handle calls nobody."""
+class AsyncPlace:
+    """What can be done in a sandbox, whatever it is found by. Making the handle calls nobody."""
 
-    def __init__(self, transport: Transport, task_id: str, *, profile: str | None, region: str | None) -> None:
-        self.id = task_id
+    def __init__(self, transport: Transport, id: str, path: str, scope: Mapping[str, str | None]) -> None:
+        self.id = id
         self._transport = transport
-        self._path = task_path(task_id)
-        self._scope = {"profile": profile, "region": region}
+        self._path = path
+        self._scope = scope
         self.files = AsyncFiles(transport, self._path)
 
     def __repr__(self) -> str:
@@ -303,6 +304,21 @@ class AsyncTask:
                     if event.type == "usage":
                         yield decode(line, UsageSample)
 
+    def _body(self, command: Command, **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"command": command if isinstance(command, str) else list(command)}
+        env = fields.pop("env")
+        if env is not None:
+            body["env"] = dict(env)
+        given = {**fields, **self._scope}
+        return body | {name: value for name, value in given.items() if value is not None}
+
+
+class AsyncTask(AsyncPlace):
+    """A handle on one task of the caller's project. Making the handle calls nobody."""
+
+    def __init__(self, transport: Transport, task_id: str, *, profile: str | None, region: str | None) -> None:
+        super().__init__(transport, task_id, task_path(task_id), {"profile": profile, "region": region})
+
     async def info(self) -> SandboxState:
         """The task's sandbox: its stage, lease and pod. Raises NotFound for a task that was never used."""
         answer = await self._transport.call("GET", self._path, retry="safe")
@@ -314,14 +330,6 @@ class AsyncTask:
             await self._transport.call("DELETE", self._path, retry="safe")
         except NotFound:
             pass
-
-    def _body(self, command: Command, **fields: Any) -> dict[str, Any]:
-        body: dict[str, Any] = {"command": command if isinstance(command, str) else list(command)}
-        env = fields.pop("env")
-        if env is not None:
-            body["env"] = dict(env)
-        given = {**fields, **self._scope}
-        return body | {name: value for name, value in given.items() if value is not None}
 
 
 async def _once(data: bytes) -> AsyncGenerator[bytes, None]:

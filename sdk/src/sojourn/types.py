@@ -449,10 +449,14 @@ class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxState(msgspec.Struct, frozen=True, kw_only=True):
-    """A task's sandbox. `stage`: `starting`, `active` (operations run), `idle`, or `reclaimed` (its pod has ended)."""
+    """A sandbox. `stage`: `starting`, `active` (operations run), `idle`, or `reclaimed` (it has no pod)."""
 
     sandbox_id: str
-    task_id: str | None = None
+    task_id: str | None = None  # None: a long-lived sandbox
+    state: str | None = None  # of a long-lived one
+    name: str | None = None
+    image: str = ""
+    image_digest: str = ""  # of what its pod runs on, where that has one
     stage: str
     profile: str | None = None
     target: str | None = None
@@ -463,10 +467,99 @@ class SandboxState(msgspec.Struct, frozen=True, kw_only=True):
     lease: LeaseState | None = None
     previous: Previous | None = None
     ended: Previous | None = None
+    usage: UsageReport | None = None  # of one that was asked for by its id
+
+
+class KeptProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the keeping or restoring of a workspace is."""
+
+    bytes: int
+    total_bytes: int | None = None
+
+
+class LongLivedSandbox(msgspec.Struct, frozen=True, kw_only=True):
+    """A long-lived sandbox. `state`: `creating`, `running`, `stopping`, `stopped`, `starting`, `failed` (its pod was
+    lost; what was kept last can be started) or `destroyed`."""
+
+    sandbox_id: str
+    state: str
+    reason: str = ""  # why it is in this state
+    since: str | None = None
+    name: str = ""
+    profile: str | None = None
+    target: str | None = None
+    region: str | None = None
+    autostop_sec: int = 0
+    ttl_sec: int = 0
+    autostart: bool = False
+    created_at: str | None = None
+    expires_at: str | None = None
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    env_names: list[str] = msgspec.field(default_factory=list)
+    pod_id: str | None = None
+    lease: LeaseState | None = None
+    progress: KeptProgress | None = None
+
+
+class LongLivedSandboxList(msgspec.Struct, frozen=True, kw_only=True):
+    sandboxes: list[LongLivedSandbox]
+    next: str | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What was in a sandbox's workspace at a moment; nobody changes it."""
+
+    snapshot_id: str
+    name: str = ""
+    created_at: str | None = None
+    sandbox_id: str | None = None
+    stored_bytes: int = 0
+    keep_until: str | None = None  # None: until it is deleted
+
+
+class SnapshotList(msgspec.Struct, frozen=True, kw_only=True):
+    snapshots: list[Snapshot]
+    next: str | None = None
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True):
+    """What a project holds of its concurrency, cpu and memory; a limit of None is none."""
+
+    tenant: str
+    project: str
+    slots_held: int
+    slots_limit: int | None = None
+    cpu_held: float = 0.0
+    cpu_limit: float | None = None
+    memory_held_bytes: int = 0
+    memory_limit_bytes: int | None = None
+
+
+class QuotaList(msgspec.Struct, frozen=True):
+    quotas: list[Quota]
 
 
 class SandboxList(msgspec.Struct, frozen=True):
     sandboxes: list[SandboxState]
+
+
+class AuditEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One change: who made it, what it was, when and from where. `by`: a key's id, or a part of the server."""
+
+    event_id: str
+    at: str
+    action: str
+    subject: str
+    by: str
+    role: str | None = None
+    member: str | None = None
+    address: str = ""
+    details: dict[str, str | int | float | bool | None] = {}
+
+
+class AuditPage(msgspec.Struct, frozen=True):
+    events: list[AuditEvent]
+    next: str | None = None  # `after` of the next page
 
 
 class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,12 +90,14 @@ def test_what_is_left_out_is_named_and_can_be_left_unsaid(
 @pytest.mark.parametrize(
     ("words", "said"),
     [(("a", "b"), b"must be TASK:PATH"), (("x:a", "y:b"), b"must be TASK:PATH"),
-     (("./missing", "{task}:x"), b"missing"), (("{task}:missing", "."), b"file_not_found"),
+     (("./missing", "{task}:x"), b"sojourn: missing: No such file or directory\n"),
+     (("{task}:missing", "."), b"file_not_found"),
+     (("{task}:here", "/no/such/place"), b"there is no directory /no/such on this machine; make it first"),
      (("/dev/null", "{task}:x"), b"neither a file nor a directory"),
      (("/etc/hostname", "{task}:../x"), b"invalid_path")],
 )  # fmt: skip
 def test_what_cannot_be_copied_is_told(sojourn: Sojourn, task: str, words: tuple[str, str], said: bytes) -> None:
-    sojourn("exec", task, "--", "true")
+    sojourn("exec", task, "--", "touch here")
     done = sojourn("cp", *(word.format(task=task) for word in words))
     assert done.returncode == 125
     assert said in done.stderr

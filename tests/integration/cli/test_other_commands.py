@@ -62,14 +62,21 @@ def test_top_watches_no_task_that_was_never_used(sojourn: Sojourn) -> None:
     assert b"not_found" in done.stderr
 
 
-def test_logs_shows_both_streams_as_they_are_and_follows_to_the_end(sojourn: Sojourn, stack: Stack, task: str) -> None:
+def test_logs_lists_processes_shows_both_streams_as_they_are_and_follows_to_the_end(
+    sojourn: Sojourn, stack: Stack, task: str
+) -> None:
     with stack.client() as client:
         process = client.task(task).start("printf 'a\\377b'; echo oops >&2; read line; echo got $line")
         process.write_stdin("it\n")
         followed = sojourn("logs", task, process.id, "-f")
         assert (followed.returncode, followed.stdout, followed.stderr) == (0, b"a\xffbgot it\n", b"oops\n")
         assert sojourn("logs", task, process.id, "--stream", "stdout", "--offset", "3").stdout == b"got it\n"
+        (row,) = [line for line in sojourn("logs", task).stdout.splitlines() if process.id.encode() in line]
+        assert row.split()[1:5] == [b"ended", b"0", b"15", b"B"]
+        assert row.endswith(b"printf 'a\\377b'; echo oops >&2; read line; echo got $line"), row
     assert sojourn("logs", task, "no-such-process").returncode == 125
+    unnamed = sojourn("logs", task, "-f")
+    assert (unnamed.returncode, b"lists those there are" in unnamed.stderr) == (125, True)
 
 
 def test_a_key_works_until_it_is_revoked(sojourn: Sojourn, stack: Stack, task: str) -> None:
@@ -83,6 +90,21 @@ def test_a_key_works_until_it_is_revoked(sojourn: Sojourn, stack: Stack, task: s
         assert sojourn("keys", "revoke", key_id).returncode == 0
         with pytest.raises(Unauthenticated):
             client.task(task).exec("true")
+
+
+def test_the_audit_log_tells_who_made_a_key_and_who_revoked_it(sojourn: Sojourn, stack: Stack, task: str) -> None:
+    sojourn("keys", "create", "audited", "--member", "ann@example.org")
+    listed = json.loads(sojourn("keys", "list", "--json").stdout)
+    key_id = next(key["key_id"] for key in listed if key["name"] == "audited")
+    assert sojourn("keys", "revoke", key_id).returncode == 0
+    sojourn("exec", task, "--", "true")
+    events = json.loads(sojourn("audit", "--json").stdout)
+    about = [event for event in events if event["subject"] == key_id]
+    assert [event["action"] for event in about] == ["key.created", "key.revoked"]
+    assert about[0]["details"]["member_given"] == "ann@example.org"
+    assert {(event["role"], event["address"]) for event in about} == {("admin", "127.0.0.1")}
+    for line in sojourn("audit").stdout.decode().splitlines():
+        assert line.split()[1] in {event["action"] for event in events}
 
 
 def test_rm_ends_the_sandbox_and_is_no_error_twice(sojourn: Sojourn, task: str) -> None:

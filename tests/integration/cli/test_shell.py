@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.local_tty import LocalTty
+from tests.support.streams import connection, gone
 from tests.support.user_stack import Stack
 
 Sojourn = Callable[..., "subprocess.CompletedProcess[bytes]"]
@@ -165,6 +167,15 @@ def test_without_a_terminal_of_ours_input_and_output_are_pipes(stack: Stack, tas
     assert (ended.returncode, b"line\r\n" in ended.stdout) == (0, True)
 
 
+@pytest.mark.parametrize("command", [("--", "cat"), ()], ids=["cat", "shell"])
+def test_input_that_is_over_from_the_start_ends_what_reads_it(
+    task: str, sojourn: Sojourn, command: tuple[str, ...]
+) -> None:
+    done = sojourn("shell", task, *command)  # its stdin is /dev/null
+    assert done.returncode == 0, done.stderr
+    assert b"left" not in done.stderr
+
+
 @pytest.mark.parametrize("words", [
     ("--view",), ("--attach", "x", "--", "ls"), ("--attach", "x", "--cwd", "/"),
 ])  # fmt: skip
@@ -186,67 +197,56 @@ class Cutter:
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self._server: asyncio.Server
-        self._open: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each connection
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
         self._ready = threading.Event()
         self.port = 0
-        self._thread = threading.Thread(target=self._run, name="cutter")
+        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), name="cutter")
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port = self._server.sockets[0].getsockname()[1]
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
-        self._loop.run_forever()
-        for task in self._tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-        self._loop.close()
+        await self._stop.wait()
+        server.close()
+        await self._cut()
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer), name="carry")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._target)
-        self._open |= {writer, back}
-        for source, sink in ((reader, back), (there, writer)):
-            task = self._loop.create_task(self._pass(source, sink), name="pass")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         try:
-            while data := await source.read(65_536):
-                sink.write(data)
-                await sink.drain()
-        except OSError:
-            pass
+            async with connection(asyncio.open_connection("127.0.0.1", self._target)) as (there, back):
+                await asyncio.gather(_pass(reader, back), _pass(there, writer))
         finally:
-            sink.close()
-            self._open.discard(sink)
+            await gone(writer)
+
+    async def _cut(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
         """Every connection that there is."""
-        done = threading.Event()
-
-        def abort() -> None:
-            for writer in list(self._open):
-                writer.transport.abort()
-            done.set()
-
-        self._loop.call_soon_threadsafe(abort)
-        assert done.wait(30)
+        asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result(60)
 
     def close(self) -> None:
-        def stop() -> None:
-            self._server.close()
-            for writer in list(self._open):
-                writer.transport.abort()
-            self._loop.stop()
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
 
-        self._loop.call_soon_threadsafe(stop)
-        self._thread.join(30)
+
+async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.read(65_536):
+            sink.write(data)
+            await sink.drain()
+    sink.close()
 
 
 @pytest.fixture

@@ -431,3 +431,23 @@ async def test_a_directory_that_is_too_deep_comes_as_far_as_it_goes_and_says_so(
     reply = await empty.call("GET", "/v1/archive?path=d")
     assert b'"too_deep": {"count": 1' in reply.body
     assert (await empty.call("DELETE", "/v1/files?path=d&recursive=true")).status == 204
+
+
+async def test_a_file_that_grows_while_it_is_packed_spoils_no_archive(empty: Pod) -> None:
+    """FI13"""
+    await empty.exec("mkdir growing; echo first > growing/log")
+    id = await empty.start("while :; do head -c 100000 /dev/zero >> growing/log; done")
+    try:
+        for _ in range(10):
+            reply = await empty.call("GET", "/v1/archive?path=growing")
+            assert reply.status == 200
+            with tarfile.open(fileobj=io.BytesIO(reply.body)) as archive:
+                assert "log" in {Path(name).name for name in archive.getnames()}
+                for member in archive.getmembers():
+                    if member.isfile():
+                        content = archive.extractfile(member)
+                        assert content is not None
+                        assert len(content.read()) == member.size
+    finally:
+        await empty.call("DELETE", f"/v1/processes/{id}")
+        await empty.exec("rm -rf growing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.executor_pod import PYTHON, ExecutorProcess, Pod, connected, running_executor
+from tests.support.streams import connection
 
 FreshExecutor = Callable[..., AbstractContextManager[ExecutorProcess]]
 
@@ -66,22 +68,18 @@ async def test_health_is_open_and_tells_no_ids(executor: Pod, path: str) -> None
 
 async def test_a_refused_body_is_not_taken_for_the_next_request(executor_process: ExecutorProcess) -> None:
     """AU01"""
-    reader, writer = await asyncio.open_unix_connection(executor_process.socket)
     hidden = b"GET /v1/lease HTTP/1.1\r\nHost: x\r\n\r\n"
-    writer.write(b"POST /v1/exec HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (len(hidden) + 1000))
-    writer.write(hidden)
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 30)
-    assert b" 401 " in head
-    writer.write(b" " * 1000)
-    rest = await asyncio.wait_for(reader.read(1 << 20), 30)
-    more = b""
-    try:
-        while piece := await asyncio.wait_for(reader.read(1 << 20), 30):
-            more += piece
-    except ConnectionError:
-        pass
-    assert (rest + more).count(b"HTTP/1.1") == 0, "the connection answers nothing more"
-    writer.close()
+    rest = b""
+    opening = asyncio.open_unix_connection(executor_process.socket)
+    async with connection(opening) as (reader, writer), asyncio.timeout(60):
+        writer.write(b"POST /v1/exec HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (len(hidden) + 1000))
+        writer.write(hidden)
+        assert b" 401 " in await reader.readuntil(b"\r\n")
+        writer.write(b" " * 1000)
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(1 << 20):
+                rest += piece
+    assert rest.count(b"HTTP/1.1") == 0, "the connection answers nothing more"
 
 
 @pytest.mark.parametrize("head", [
@@ -97,16 +95,14 @@ async def test_a_request_that_is_none_is_refused_and_the_connection_closed(
     executor: Pod, executor_process: ExecutorProcess, head: bytes
 ) -> None:
     """AU01"""
-    reader, writer = await asyncio.open_unix_connection(executor_process.socket)
-    writer.write(head)
-    writer.write_eof()
     got = b""
-    try:
-        while piece := await asyncio.wait_for(reader.read(1 << 20), 60):
-            got += piece
-    except ConnectionError:
-        pass
-    writer.close()
+    opening = asyncio.open_unix_connection(executor_process.socket)
+    async with connection(opening) as (reader, writer), asyncio.timeout(60):
+        writer.write(head)
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(1 << 20):
+                got += piece
     statuses = [line.split()[1] for line in got.split(b"\r\n") if line.startswith(b"HTTP/1.")]
     assert all(status in (b"400", b"401", b"411", b"413", b"414", b"431", b"501") for status in statuses), got[:500]
     assert len(statuses) <= 1

@@ -46,8 +46,8 @@ async def test_health_is_answered_all_the_while(executor: Pod) -> None:
         waits.append(time.monotonic() - began)
         await asyncio.sleep(0.05)
     await work
-    assert max(waits) < 5
-    assert sorted(waits)[len(waits) // 2] < 1
+    assert max(waits) < 20
+    assert sorted(waits)[len(waits) // 2] < 5
     assert (executor.workspace / "big").stat().st_size == 200 * MiB
     (executor.workspace / "big").unlink()
     await executor.call("DELETE", f"/v1/processes/{sleeper}")
@@ -90,7 +90,7 @@ async def test_an_executor_ends_soon_with_many_spawns_in_flight(fresh_executor: 
             began = time.monotonic()
             os.kill(process.pid, signal.SIGTERM)
             code = await asyncio.to_thread(process.process.wait, 60)
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 45
             assert code == 0, pod.log.read_text()[-2000:]
             await asyncio.gather(*calls, return_exceptions=True)
             await until(lambda: not process.descendants(), "nothing is left of it")

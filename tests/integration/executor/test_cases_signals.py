@@ -51,7 +51,7 @@ async def test_what_ignores_term_is_killed_after_the_grace(any_tier: Pod) -> Non
     began = time.monotonic()
     result = await any_tier.exec(command, timeout_sec=1, grace_sec=1)
     took_sec = time.monotonic() - began
-    assert 1.9 <= took_sec < 12, "KILL after timeout and grace"
+    assert 1.9 <= took_sec < 45, "KILL after timeout and grace"
     assert (result["reason"], result["exit_code"], result["signal"]) == ("timeout", 137, "SIGKILL")
     assert not processes_with(mark)
 

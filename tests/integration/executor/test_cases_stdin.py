@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -124,6 +125,32 @@ async def test_a_background_process_that_leaves_without_reading_is_no_error(exec
         info = await executor.ended(id)
         assert (info["exit_code"], info["reason"]) == (0, "exited")
     assert '"trace"' not in executor.process.log_text(before)
+
+
+@pytest.mark.parametrize(
+    ("script", "pause_sec"), [("sleep 100", 0.0), ("sleep 100", 600.0), ("exec <&-; sleep 100", 0.0)]
+)
+async def test_a_call_with_input_without_end_is_over_when_nobody_can_take_it_any_more(
+    executor: Pod, script: str, pause_sec: float
+) -> None:
+    """IN03"""
+
+    async def input_without_end() -> AsyncIterator[bytes]:
+        while True:
+            yield b"y" * 65_536
+            await asyncio.sleep(pause_sec)
+
+    id = await executor.start(["sh", "-c", script])
+    sending = asyncio.create_task(
+        executor.call("POST", f"/v1/processes/{id}/stdin", data=input_without_end()), name="sending"
+    )
+    if script == "sleep 100":
+        await asyncio.wait([sending], timeout=0.3)
+        assert (await executor.call("DELETE", f"/v1/processes/{id}")).status == 204
+    async with asyncio.timeout(60):
+        reply = await sending
+    assert (reply.status, reply.code) == (409, "conflict")
+    await executor.call("DELETE", f"/v1/processes/{id}")
 
 
 async def test_input_can_be_ended_and_is_closed_then(any_tier: Pod) -> None:

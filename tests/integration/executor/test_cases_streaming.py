@@ -246,10 +246,11 @@ async def test_a_reader_that_stops_reading_holds_the_command_back_and_nothing_el
     before_kib = executor.process.status_kib("VmRSS")
     async with executor.open_stream(["yes"], id="st15") as answer:
         assert answer.status == 200
-        seen = -1
-        for _ in range(200):  # until it stands still: the command is held back
+        seen, still = -1, 0
+        for _ in range(400):  # until it stands still for more than a second: the command is held back
             now = (await executor.info("st15"))["stdout_bytes"]
-            if now == seen > 0:
+            still = still + 1 if now == seen > 0 else 0
+            if still == 5:
                 break
             seen = now
             await asyncio.sleep(0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from tests.support.executor_pod import Pod
@@ -9,12 +10,14 @@ from tests.support.executor_pod import Pod
 
 async def test_output_from_before_the_timeout_is_kept(any_tier: Pod) -> None:
     """TM01"""
-    result = await any_tier.exec("echo before; echo warned >&2; sleep 60", timeout_sec=1)
+    command, limit_sec = "echo before; echo warned >&2; sleep 60", 3
+    id = await any_tier.start(command, timeout_sec=limit_sec)
+    result, got = await asyncio.gather(
+        any_tier.exec(command, timeout_sec=limit_sec), any_tier.stream(command, timeout_sec=limit_sec)
+    )
     assert (result["stdout"], result["stderr"], result["timed_out"]) == ("before\n", "warned\n", True)
-    got = await any_tier.stream("echo before; sleep 60", timeout_sec=1)
     assert got.exit is not None
     assert (got.stdout, got.exit.timed_out, got.exit.reason) == (b"before\n", True, "timeout")
-    id = await any_tier.start("echo before; sleep 60", timeout_sec=1)
     assert (await any_tier.ended(id))["timed_out"] is True
     assert (await any_tier.output(id)).body == b"before\n"
 
@@ -23,7 +26,7 @@ async def test_a_timeout_is_a_result_that_comes_soon_after_its_time(executor: Po
     """TM03, the executor's part"""
     began = time.monotonic()
     result = await executor.exec(["sleep", "100"], timeout_sec=1)
-    assert 1 <= time.monotonic() - began < 20
+    assert 1 <= time.monotonic() - began < 60
     assert (result["timed_out"], result["reason"], result["exit_code"]) == (True, "timeout", 143)
 
 
@@ -42,7 +45,7 @@ async def test_a_wait_for_a_process_that_ends_is_over_with_it(executor: Pod) -> 
     began = time.monotonic()
     id = await executor.start("sleep 0.3; exit 8")
     assert (await executor.ended(id, 60))["exit_code"] == 8
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50
 
 
 async def test_a_limit_acts_and_names_itself(executor: Pod) -> None:
@@ -58,16 +61,17 @@ async def test_silence_has_a_limit_of_its_own(any_tier: Pod) -> None:
     """TM09"""
     began = time.monotonic()
     result = await any_tier.exec("echo a; sleep 100", no_output_timeout_sec=1, timeout_sec=60)
-    assert 1 <= time.monotonic() - began < 30
+    assert 1 <= time.monotonic() - began < 50
     assert (result["stdout"], result["reason"]) == ("a\n", "no_output_timeout")
     assert "output" in result["message"]
 
 
 async def test_a_command_that_keeps_talking_is_not_silent(executor: Pod) -> None:
     """TM09"""
-    for stream in ("", " >&2"):
-        command = f"for i in 1 2 3 4 5 6 7 8; do echo $i{stream}; sleep 0.4; done"
-        result = await executor.exec(command, no_output_timeout_sec=2.5, timeout_sec=60)
+    commands = [f"for i in $(seq 24); do echo $i{stream}; sleep 0.25; done" for stream in ("", " >&2")]
+    for result in await asyncio.gather(
+        *(executor.exec(command, no_output_timeout_sec=5, timeout_sec=90) for command in commands)
+    ):
         assert (result["exit_code"], result["reason"], result["timed_out"]) == (0, "exited", False)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from executor.config import ExecutorConfig
 from tests.support.executor_pod import IS_ROOT, ExecutorProcess, Pod, connected, until
 
 FreshExecutor = Callable[..., AbstractContextManager[ExecutorProcess]]
@@ -77,7 +78,7 @@ async def test_orphans_do_not_use_up_the_processes_a_pod_may_have(fresh_executor
             answers = await asyncio.gather(*(orphan() for _ in range(500)))
             assert set(answers) == {(0, "ok\n")}
             await until(lambda: not zombies(process), "no zombie is left")
-            await until(lambda: len(process.descendants()) <= 2, "only the spawn helpers are left")
+            await until(lambda: len(process.descendants()) <= ExecutorConfig.helpers, "only the spawn helpers are left")
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="a limit on processes takes a cgroup, which takes root")

@@ -22,7 +22,7 @@ FREEZER = Path("/sys/fs/cgroup/freezer")
 @pytest.mark.parametrize("limit", [{}, {"timeout_sec": 30}])
 async def test_a_command_that_stops_its_helper_is_answered_all_the_same(any_tier: Pod, limit: dict[str, float]) -> None:
     for _ in range(2):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             result = await any_tier.exec("kill -STOP $PPID; sleep 0.2; echo out; exit 3", **limit)
         assert (result["exit_code"], result["reason"], result["stdout"]) == (3, "exited", "out\n")
 
@@ -34,7 +34,7 @@ async def test_hundreds_that_time_out_together_are_all_ended_soon(executor: Pod)
     ))  # fmt: skip
     assert {result["reason"] for result in results} == {"timeout"}
     assert not any(result["descendants_left"] for result in results)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 async def test_deleting_twice_at_once_is_no_error_and_spares_whoever_has_the_id_by_then(executor: Pod) -> None:
@@ -70,8 +70,8 @@ async def test_connections_that_use_up_the_descriptors_keep_no_command_alive(fre
                     sock.connect(process.socket)
                     sock.sendall(b"GET / HTTP/1.1\r\nHost: pod\r\n")
             for id in ids:
-                assert (await pod.ended(id, 30))["reason"] == "timeout"
-            assert time.monotonic() - began < 20
+                assert (await pod.ended(id))["reason"] == "timeout"
+            assert time.monotonic() - began < 60
 
 
 async def test_commands_that_use_up_the_descriptors_are_refused_and_the_others_still_end(
@@ -89,7 +89,7 @@ async def test_commands_that_use_up_the_descriptors_are_refused_and_the_others_s
                     refused += 1
             assert refused
             for id in ids:
-                assert (await pod.ended(id, 30))["reason"] == "timeout"
+                assert (await pod.ended(id))["reason"] == "timeout"
             assert (await pod.exec(["echo", "hi"]))["stdout"] == "hi\n"
 
 
@@ -115,7 +115,7 @@ async def test_a_command_that_the_kernel_does_not_let_go_is_answered_at_last(exe
     id = await executor.start(["sleep", "300"], timeout_sec=1, grace_sec=0.1)
     (freezer / "cgroup.procs").write_text(str((await executor.info(id))["pid"]))
     (freezer / "freezer.state").write_text("FROZEN")
-    ended = await executor.ended(id, 30)
+    ended = await executor.ended(id)
     assert (ended["reason"], ended["exit_code"], ended["descendants_left"]) == ("timeout", 137, True)
     assert "kernel" in ended["message"]
     (freezer / "freezer.state").write_text("THAWED")

@@ -109,7 +109,7 @@ async def test_an_expression_without_end_is_given_up_and_the_executor_answers_me
     searching = asyncio.create_task(search(empty, content="(a+)+$", regex="true"))
     answered = 0
     while not searching.done():
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             assert (await empty.call("GET", "/healthz", token="")).status == 200
         answered += 1
         await asyncio.sleep(0.05)
@@ -249,7 +249,7 @@ class Events:
 
     async def next(self) -> tuple[str, str]:
         """(type, path below the workspace) of the next event."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             event = json.loads(await anext(self._lines))
         return event["type"], os.path.relpath(event["path"], self._pod.workspace) if "path" in event else ""
 

@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -240,6 +241,21 @@ async def test_no_command_outlives_its_executor(started: ExecutorProcess, number
             await until(lambda mark=mark: not processes_with(mark), "all have ended")  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_what_takes_off_every_sign_of_its_command_ends_with_the_executor_at_the_latest(
+    started: ExecutorProcess, number: signal.Signals
+) -> None:
+    """S7: it leaves its session, its parents and the limit that it is known by."""
+    mark = f"300.{secrets.randbelow(10**9):09d}"
+    with running_executor(started.tier) as process:
+        async with connected(process) as pod:
+            await pod.exec(f"(env -i setsid sh -c 'ulimit -m 5; setsid sleep {mark} & exit' >/dev/null 2>&1 &)")
+            await until(lambda: bool(processes_with(mark)), "it runs")
+            process.process.send_signal(number)
+            await asyncio.to_thread(process.process.wait, 30)
+        await until(lambda: not processes_with(mark), "it has ended")
+
+
 async def test_a_new_life_of_the_executor_has_another_boot_id(started: ExecutorProcess) -> None:
     ids = set()
     for _ in range(2):
@@ -269,9 +285,28 @@ async def test_an_executor_without_the_tokens_hash_refuses_to_start() -> None:
         pass
 
 
+async def test_a_kernel_without_memory_picks_commands_before_what_serves_them(any_tier: Pod) -> None:
+    """S4, LM07: neither the executor nor a spawn helper, though they are larger than most commands"""
+    session = await any_tier.call("POST", "/v1/sessions", {})
+    command = "cat /proc/self/oom_score_adj"
+    for path in ("/v1/exec", f"/v1/sessions/{session.json['id']}/exec"):
+        said = (await any_tier.call("POST", path, {"command": command})).json["stdout"].split()
+        assert said[0] == "1000"
+    own = Path(f"/proc/{any_tier.pid}/oom_score_adj").read_text()
+    helpers = [pid for pid in any_tier.process.descendants() if "spawn_helper" in command_line(pid)]
+    assert helpers
+    assert {Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in helpers} == {own}
+    await any_tier.call("DELETE", f"/v1/sessions/{session.json['id']}")
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
 async def test_the_executor_comes_before_its_commands_when_the_processor_is_short(pod: Pod) -> None:
     nice = (await pod.exec("nice; cat /proc/self/autogroup 2>/dev/null"))["stdout"].split()
-    assert nice[0] == "10"
+    ours = os.getpriority(os.PRIO_PROCESS, 0)  # which the executor has from us
+    assert int(nice[0]) == min(19, ours + 10)
     assert nice[1:] == [] or nice[-1] == "5"
     with open(f"/proc/{pod.pid}/stat") as stat:
-        assert stat.read().rpartition(")")[2].split()[16] == "0"
+        assert int(stat.read().rpartition(")")[2].split()[16]) == ours

@@ -51,7 +51,7 @@ async def test_set_e_ends_the_shell_at_the_next_failure_and_the_answer_says_so(s
     assert (await session.exec("set -e"))["ended"] is False
     began = time.monotonic()
     result = await session.exec("false")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert (result["exit_code"], result["reason"], result["ended"]) == (1, "exited", True)
     assert "fresh" in result["message"]
     third = await session.exec("echo ok")
@@ -281,7 +281,7 @@ async def test_background_jobs_of_earlier_commands_hold_nobody(session: SessionO
     first = await session.exec("sleep 300 & echo started")
     assert (first["stdout"], first["descendants_left"]) == ("started\n", True)
     assert await session.said("echo hi") == ("hi\n", "", 0)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert (await session.said("kill $!; echo killed"))[0] == "killed\n"
 
 

@@ -143,7 +143,8 @@ async def test_job_control_works(any_tier: Pod) -> None:
         await _until_foreground(any_tier, b"sleep")
         await socket.type(b"\x1a")
         await socket.until(lambda: b"Stopped" in socket.stdout, "the stopped job")
-        await socket.type(b"kill -9 %1; wait %1; echo do''ne\n")
+        # `wait` returns at once for a job that still counts as stopped, and with one of those bash does not exit
+        await socket.type(b"kill -9 %1; while [ -n \"$(jobs -s)\" ]; do sleep 0.1; done; echo do''ne\n")
         await socket.until_text(b"done")
         await socket.type(b"exit 4\n")
         await socket.to_end()
@@ -249,10 +250,13 @@ async def test_a_controller_that_pauses_holds_the_program_and_misses_nothing(exe
         await socket.type(b"\n")
         await socket.until(lambda: len(socket.stdout) > 1000, "the first output")
         await asyncio.sleep(2)  # the pause of the case
-        before = (await state(executor, id))["output_bytes"]
-        assert before < 3_000_000
-        await asyncio.sleep(0.2)
-        assert (await state(executor, id))["output_bytes"] == before, "nothing holds the program back"
+        before, still = -1, 0
+        async with asyncio.timeout(LONG_SEC):
+            while still < 5:
+                await asyncio.sleep(0.1)
+                now = (await state(executor, id))["output_bytes"]
+                before, still = now, still + 1 if now == before else 0
+        assert before < 3_000_000, "nothing holds the program back"
         await socket.to_end()
     assert socket.gaps == []
     numbers = socket.stdout.split(b"\r\n")[1:-2]
@@ -400,7 +404,7 @@ async def test_what_cannot_be_opened_is_refused_and_leaves_nothing(
     reply = await executor.call("POST", "/v1/terminals", body)
     assert (reply.status, reply.code) == (status, code), reply.body
     assert len((await executor.call("GET", "/v1/terminals")).json["terminals"]) == before
-    assert executor.process.open_files() <= files + 1
+    await until(lambda: executor.process.open_files() <= files + 1, "its descriptors are closed")
 
 
 async def test_a_missing_program_says_so_on_the_terminal(executor: Pod) -> None:
@@ -436,11 +440,11 @@ async def test_terminals_are_bounded(fresh_executor: FreshExecutor) -> None:
 
 async def test_only_input_and_output_count_as_work(fresh_executor: FreshExecutor) -> None:
     """RE09: neither an open connection nor its heartbeats do"""
-    with fresh_executor(env={"SOJOURN_HEARTBEAT_SEC": "0.2"}) as process:
+    with fresh_executor(env={"SOJOURN_HEARTBEAT_SEC": "1"}) as process:
         async with connected(process) as pod:
             id = await open_terminal(pod, ["cat"])
             async with at(pod, id) as socket:
-                await socket.until(lambda: socket.heartbeats >= 8, "eight heartbeats")
+                await socket.until(lambda: socket.heartbeats >= 3, "three heartbeats")
                 lease = (await pod.call("GET", "/v1/lease")).json
                 assert (lease["running"], lease["operations"], lease["terminals"]) == (0, 0, 1)
                 assert lease["quiet_for_sec"] >= 1.2
@@ -451,14 +455,14 @@ async def test_only_input_and_output_count_as_work(fresh_executor: FreshExecutor
 
 async def test_a_quiet_terminal_does_not_keep_its_pod(fresh_executor: FreshExecutor) -> None:
     """RE09"""
-    env = {"SOJOURN_HEARTBEAT_SEC": "0.2", "SOJOURN_QUIET_GRACE_SEC": "0.5"}
+    env = {"SOJOURN_HEARTBEAT_SEC": "0.5", "SOJOURN_QUIET_GRACE_SEC": "1"}
     with fresh_executor(env=env) as process:
         async with connected(process) as pod:
             id = await open_terminal(pod, ["cat"])
-            await pod.call("GET", "/v1/lease", headers={"Sandbox-Lease-Sec": "1.5"})
+            await pod.call("GET", "/v1/lease", headers={"Sandbox-Lease-Sec": "3"})
             async with at(pod, id) as socket:
                 await socket.to_end()  # the pod ends though the client answers every heartbeat
-            assert socket.heartbeats > 3
+            assert socket.heartbeats > 2
         assert await asyncio.to_thread(process.process.wait, 30) == 0
 
 

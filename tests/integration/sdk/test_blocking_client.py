@@ -175,7 +175,7 @@ async def test_ctrl_c_interrupts_a_call_and_leaves_a_usable_client(fake: FakeMan
         assert rest == b"interrupted\nclosed\n"
         assert errors == b""
         assert child.returncode == 0
-        await asyncio.wait_for(gone.wait(), 10)
+        await asyncio.wait_for(gone.wait(), 60)
     finally:
         if child.returncode is None:
             child.kill()

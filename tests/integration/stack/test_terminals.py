@@ -12,7 +12,7 @@ from executor.wire import FRAME_PONG
 from tests.support.sockets import socket_at
 from tests.support.stack import Stack
 
-IDLE_SEC = 3
+IDLE_SEC = 5
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ async def test_input_and_output_keep_a_sandbox(short: Stack) -> None:
     async with socket_at(short.http, await opened(short, "busy", shows), {}) as socket:
         await socket.until_text(b"tick-40")  # well over the idle length after the start
         assert await stage(short, "busy") in ("active", "idle")
-        for _ in range(20):  # and by what is typed
+        for _ in range(30):  # and by what is typed
             await socket.type(b"y")
             await asyncio.sleep(0.25)
         assert await stage(short, "busy") in ("active", "idle")
@@ -94,11 +94,11 @@ async def test_input_and_output_keep_a_sandbox(short: Stack) -> None:
 
 async def test_what_a_terminal_shows_to_nobody_keeps_its_sandbox_too(short: Stack) -> None:
     """RE07"""
-    address = await opened(short, "alone", "i=0; while [ $i -lt 50 ]; do i=$((i+1)); echo tick-$i; sleep 0.2; done")
+    address = await opened(short, "alone", "i=0; while [ $i -lt 70 ]; do i=$((i+1)); echo tick-$i; sleep 0.2; done")
     await asyncio.sleep(2.5 * IDLE_SEC)  # the case's own time: more than twice what an idle sandbox has
     async with socket_at(short.http, address, {}) as socket:
         await socket.to_end()
     assert socket.exit is not None
     assert b"tick-1\r\n" in socket.stdout
-    assert b"tick-50\r\n" in socket.stdout
+    assert b"tick-70\r\n" in socket.stdout
     await until_reclaimed(short, "alone")

@@ -49,6 +49,7 @@ def v2_pod(root: Path) -> Path:
     [("max 100000\n", None), ("150000 100000\n", 1.5), ("50000\n", 0.5), ("", None), ("x y\n", None), ("1 0", None)],
 )
 def test_cpu_max_is_read_in_all_its_forms(text: str, cores: float | None) -> None:
+    """RS03"""
     assert parse_cpu_max(text) == cores
 
 
@@ -57,6 +58,7 @@ def test_cpu_max_is_read_in_all_its_forms(text: str, cores: float | None) -> Non
     [("0-3\n", 4), ("1,3-4\n", 3), ("", None), ("\n", None), ("3-1", None), ("a", None), ("0-4294967295", None)],
 )
 def test_cpu_lists_are_counted(text: str, count: int | None) -> None:
+    """RS07"""
     assert parse_cpuset(text) == count
 
 
@@ -72,6 +74,7 @@ def test_lines_that_are_no_figures_are_left_out() -> None:
 
 
 def test_a_v2_pod_sees_its_own_limits_and_no_page_cache_as_use(tmp_path: Path) -> None:
+    """RS01, RS05, RS07: also where cpuset.cpus is empty"""
     v2_pod(tmp_path)
     groups = find(str(tmp_path))
     memory, cpu, pids = memory_use(groups, TABLE), cpu_use(groups, TABLE), pids_use(groups, TABLE)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.output import OutputLog, Piece, Spill
+from executor.output import JOIN_BELOW, OutputLog, Piece, Spill
 
 
 def read_all(log: OutputLog, offset: int = 0, limit: int = 65_536) -> list[Piece]:
@@ -54,6 +55,7 @@ def test_a_cap_of_nothing_still_counts() -> None:
     assert log.read(0) == Piece(3, b"", 3)
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.binary(max_size=50_000), max_size=12),
     head=st.integers(0, 60_000),
@@ -177,3 +179,48 @@ async def test_a_reader_of_a_log_that_is_closed_under_it_is_told_that_the_rest_i
         assert piece is not None
         assert (piece.offset, piece.data, piece.gap) == (300, b"", 300 - offset)
     assert log.read(300) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pieces=st.lists(st.binary(max_size=20_000), min_size=1, max_size=12),
+    head=st.integers(0, 30_000),
+    tail=st.integers(1, 30_000),
+    moved_at=st.integers(0, 12),
+    keep=st.integers(0, 30_000),
+)
+def test_what_moves_to_disk_is_the_same_head_and_tail(
+    pieces: list[bytes], head: int, tail: int, moved_at: int, keep: int
+) -> None:
+    async def run() -> None:
+        with ThreadPoolExecutor(1) as workers, tempfile.TemporaryDirectory() as directory:
+            log = OutputLog(head, tail)
+            for number, data in enumerate(pieces):
+                if number == moved_at:
+                    head_bytes, tail_bytes = log.room_bytes
+                    spill = Spill(directory, 0, workers, head_bytes + tail_bytes, head_bytes)
+                    log.move_to_disk(spill)
+                    log.shrink_all(min(keep, tail))
+                log.append(data)
+            log.seal()
+            whole = b"".join(pieces)
+            got, gaps, offset = bytearray(), [], 0
+            while offset < log.end:
+                piece = log.read(offset, 7000)
+                if piece is not None and not piece.data and not piece.gap:
+                    piece = await log.read_spill(offset, 7000)
+                assert piece is not None
+                if piece.gap:
+                    gaps.append(piece.gap)
+                assert piece.data == whole[piece.offset : piece.offset + len(piece.data)]
+                got += piece.data
+                offset = piece.offset + len(piece.data)
+            assert sum(gaps) == log.dropped
+            assert len(got) + log.dropped == len(whole)
+            assert bytes(got[: min(head, len(whole))]) == whole[:head]
+            least = max(0, len(whole) - head - tail)
+            assert least <= log.dropped <= least + JOIN_BELOW, "small pieces are dropped whole"
+            assert len(gaps) <= 1
+            log.close()
+
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shlex
 import stat
 import subprocess
@@ -27,7 +28,7 @@ def test_any_text_is_one_word_of_a_shell(text: str) -> None:
 def test_the_line_marks_sources_and_redirects_in_one_command() -> None:
     line = call_line("/d", {"A": "x y", "B": "'"}, mark=7, has_stdin=True, merged=False, last_code=3).decode()
     assert line == (
-        "\\command ulimit -S -R 7; (\\exit 3); A='x y' B=''\\''' "
+        "\\command ulimit -S -m 7; (\\exit 3); A='x y' B=''\\''' "
         "\\command . /d/script </d/stdin >|/d/stdout 2>|/d/stderr; "
     )
     plain = call_line("/d", {}, mark=None, has_stdin=False, merged=True).decode()
@@ -104,5 +105,30 @@ def test_what_stands_in_place_of_a_fifo_is_never_opened_for_one() -> None:
             with pytest.raises(OSError, match=r"FIFO|symbolic"):
                 files.open_output(stream)
         assert stat.S_IMODE(os.stat(files.path).st_mode) == 0o700
+    finally:
+        files.close()
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_reader_hears_nothing_of_an_earlier_commands_writer(monkeypatch: pytest.MonkeyPatch, remembers: bool) -> None:
+    """Under gVisor a used FIFO tells its next reader at once of an end: each command gets another one there."""
+    files = ShellFiles(ME)
+    try:
+        assert ShellFiles._fifos_remember is False, "as Linux does"
+        monkeypatch.setattr(ShellFiles, "_fifos_remember", remembers)
+        seen = set()
+        for _command in range(3):
+            reader = files.open_output(0)
+            try:
+                poll = select.poll()
+                poll.register(reader, select.POLLIN)
+                assert poll.poll(0) == []
+                os.close(os.open(f"{files.path}/{OUTPUTS[0]}", os.O_WRONLY | os.O_NONBLOCK))
+                assert poll.poll(0), "and of its own writer it hears"
+                seen.add(os.fstat(reader).st_ino)
+            finally:
+                os.close(reader)
+        if not remembers:
+            assert len(seen) == 1
     finally:
         files.close()

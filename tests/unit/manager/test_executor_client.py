@@ -154,6 +154,7 @@ async def test_binding_leases_and_health(client: ExecutorClient, executor: FakeE
 async def test_another_pod_at_the_address_is_not_reached(
     client: ExecutorClient, executor: FakeExecutor, pod: PodRef
 ) -> None:
+    """S17"""
     executor.pod = "q"
     with pytest.raises(WrongPodAnswer):
         await client.exec(pod, REQUEST)
@@ -161,6 +162,7 @@ async def test_another_pod_at_the_address_is_not_reached(
 
 
 async def test_another_secret_is_not_reached_either(executor: FakeExecutor, pod: PodRef) -> None:
+    """S17"""
     stranger = ExecutorClient(b"another")
     with pytest.raises(ExecutorNotReached):
         await stranger.exec(pod, REQUEST)
@@ -183,6 +185,7 @@ async def test_nobody_at_the_address_is_not_reached(client: ExecutorClient, pod:
 async def test_a_connection_that_breaks_is_joined_once_by_the_commands_id(
     client: ExecutorClient, directory: Path, pod: PodRef
 ) -> None:
+    """F26"""
     bodies: list[bytes] = []
 
     async def behave(caller: Caller) -> None:
@@ -215,6 +218,29 @@ async def test_a_connection_that_breaks_again_is_outcome_unknown(
             await client.exec(pod, ExecRequest(command=["true"], id=command_id))
     assert unknown.value.details == {"id": command_id}
     assert sent == (2 if command_id else 1)  # without an id a second try might be a second run
+
+
+async def test_a_command_in_a_forgotten_pod_is_not_sent_again_to_what_still_takes_connections(
+    client: ExecutorClient, directory: Path, pod: PodRef
+) -> None:
+    """F22: of a lost node the kernel may go on to accept, and nobody answers."""
+    sent = 0
+    asked = asyncio.Event()
+
+    async def behave(caller: Caller) -> None:
+        nonlocal sent
+        sent += 1
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with hostile_pod(directory / "p.sock", behave):
+        command = asyncio.create_task(client.exec(pod, ExecRequest(command=["true"], id="p1")))
+        async with asyncio.timeout(60):
+            await asked.wait()
+            client.forget(pod.name)
+            with pytest.raises(OutcomeUnknown):
+                await command
+    assert sent == 1
 
 
 async def test_forgetting_a_pod_ends_the_calls_to_it(
@@ -300,6 +326,7 @@ LIES = {
 async def test_a_lie_is_a_typed_error_and_costs_little(
     client: ExecutorClient, directory: Path, pod: PodRef, what: str
 ) -> None:
+    """S19"""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     async def behave(caller: Caller) -> None:
@@ -323,6 +350,7 @@ async def test_a_lie_is_a_typed_error_and_costs_little(
 async def test_an_answer_without_end_is_cut_at_the_requests_own_bound(
     client: ExecutorClient, directory: Path, pod: PodRef
 ) -> None:
+    """S19"""
     request = ExecRequest(command=["true"], id="p1", max_output_bytes=1000)
     sent = 0
 
@@ -396,6 +424,7 @@ async def test_details_of_an_error_are_bounded_and_cannot_pose_as_ours(
 async def test_cookies_of_a_pod_are_not_kept_and_redirects_not_followed(
     client: ExecutorClient, directory: Path, pod: PodRef
 ) -> None:
+    """S19"""
     heads: list[bytes] = []
 
     async def behave(caller: Caller) -> None:
@@ -430,6 +459,7 @@ BAD_STREAMS = {
 async def test_a_stream_that_is_none_ends_in_outcome_unknown(
     client: ExecutorClient, directory: Path, pod: PodRef, what: str
 ) -> None:
+    """S19"""
     body = chunked(BAD_STREAMS[what]) if BAD_STREAMS[what] else chunked()
     async with hostile_pod(directory / "p.sock", body + b"0\r\n\r\n"):
         with pytest.raises(OutcomeUnknown) as unknown:
@@ -453,6 +483,7 @@ async def test_bytes_after_the_exit_are_not_read_and_their_connection_not_used_a
 async def test_a_stream_without_frames_is_given_up(
     client: ExecutorClient, directory: Path, pod: PodRef, monkeypatch: pytest.MonkeyPatch, drip: bytes
 ) -> None:
+    """S19, F26"""
     monkeypatch.setattr(executor_client, "STREAM_IDLE_SEC", 0.2)
 
     async def behave(caller: Caller) -> None:
@@ -470,6 +501,7 @@ async def test_a_stream_without_frames_is_given_up(
 async def test_heartbeats_do_not_carry_a_command_past_its_own_timeout(
     client: ExecutorClient, directory: Path, pod: PodRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S19"""
     monkeypatch.setattr(executor_client, "MARGIN_SEC", 0.1)
 
     async def behave(caller: Caller) -> None:
@@ -486,6 +518,7 @@ async def test_heartbeats_do_not_carry_a_command_past_its_own_timeout(
 async def test_a_plain_answer_that_never_comes_is_given_up_after_the_commands_own_timeout(
     client: ExecutorClient, directory: Path, pod: PodRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S19, F26"""
     monkeypatch.setattr(executor_client, "MARGIN_SEC", 0.1)
 
     async def behave(caller: Caller) -> None:
@@ -594,6 +627,7 @@ async def test_a_body_that_breaks_on_the_callers_side_is_the_callers_error_and_n
     await until(lambda: bool(received))
     assert not received[0].endswith(b"0\r\n\r\n")
     server.close()
+    await server.wait_closed()
 
 
 async def test_leaving_a_body_early_closes_its_connection(client: ExecutorClient, directory: Path, pod: PodRef) -> None:
@@ -638,8 +672,10 @@ def test_every_code_of_the_executors_tree_is_known_here() -> None:
         return lambda: own.union(*(all_of(child)() for child in kind.__subclasses__()))
 
     between_us = {"internal", "unauthenticated", "wrong_pod"}
+    of_the_connection = {408, 431}  # of a request that came too slowly, or with too long a head: none of ours
     known = {(code, status, retryable) for code, (status, retryable) in EXECUTOR_CODES.items()}
-    assert {one for one in all_of(errors.ExecutorError)() if one[0] not in between_us} == known
+    told = {one for one in all_of(errors.ExecutorError)() if one[0] not in between_us}
+    assert {one for one in told if one[1] not in of_the_connection} == known
 
 
 def test_all_of_it_also_holds_on_the_loop_that_managers_run_on(directory: Path) -> None:

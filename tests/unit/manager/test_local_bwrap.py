@@ -94,6 +94,17 @@ def test_cgroups_are_seen_where_programs_look_for_them() -> None:
     assert ("/c/p", "/sys/fs/cgroup") in pairs(arguments(spec_for("split", v2)), "--ro-bind")
 
 
+def test_the_executor_may_divide_what_is_below_the_pod_s_limits_and_only_where_commands_are_another_user() -> None:
+    groups = (
+        PodCgroup(1, "/c/cpu/p", ("cpu",)), PodCgroup(1, "/c/memory/p", ("memory",)), PodCgroup(2, "/c/unified/p", ()),
+    )  # fmt: skip
+    writable = pairs(arguments(spec_for("split", groups)), "--bind")
+    assert ("/c/memory/p/inner", "/sys/fs/cgroup/memory/inner") in writable
+    assert ("/c/unified/p/inner", "/sys/fs/cgroup/unified/inner") in writable
+    assert not any(path.startswith("/c/cpu") or path in ("/c/memory/p", "/c/unified/p") for path, _ in writable)
+    assert not any("/c/" in path for path, _ in pairs(arguments(spec_for("single", groups)), "--bind"))
+
+
 def test_nothing_secret_of_etc_is_bound(tmp_path: Path) -> None:
     for name in ("shadow", "sudoers", "machine-id", "passwd", "localtime"):
         (tmp_path / "etc").mkdir(exist_ok=True)
@@ -104,7 +115,7 @@ def test_nothing_secret_of_etc_is_bound(tmp_path: Path) -> None:
     (tmp_path / "lib64").mkdir()
     layout = read_system(str(tmp_path))
     assert set(layout.binds) == {"/usr", "/lib64", "/etc/localtime", "/etc/ssl/certs"}
-    assert layout.links == (("/bin", "usr/bin"),)
+    assert layout.links == (("/bin", "usr/bin"), ("/etc/mtab", "../proc/self/mounts"), ("/var/run", "../run"))
 
 
 def test_the_command_user_is_the_first_of_the_profiles_users() -> None:

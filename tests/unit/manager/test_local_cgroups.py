@@ -63,7 +63,7 @@ def test_a_hierarchy_that_cannot_be_used_says_which_limits_are_missing_and_why(t
 
 
 def settings(directory: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in directory.iterdir()}
+    return {path.name: path.read_text() for path in directory.iterdir() if path.is_file()}
 
 
 def test_limits_are_set_on_v2(tmp_path: Path) -> None:
@@ -96,6 +96,12 @@ def test_kills_for_want_of_memory_are_counted_on_both_versions(tmp_path: Path) -
     assert cgroups.oom_kills([PodCgroup(2, str(tmp_path), ("memory",))]) == 3
     assert cgroups.oom_kills([PodCgroup(1, str(tmp_path), ("cpu",)), PodCgroup(1, str(tmp_path), ("memory",))]) == 2
     assert cgroups.oom_kills([PodCgroup(1, str(tmp_path / "gone"), ("memory",))]) == 0
+    below = tmp_path / "inner/commands/c1"
+    below.mkdir(parents=True)
+    (below / "memory.oom_control").write_text("oom_kill 5\n")
+    (below / "cgroup.procs").write_text("17\n18\n")
+    assert cgroups.oom_kills([PodCgroup(1, str(tmp_path), ("memory",))]) == 7
+    assert cgroups.members([PodCgroup(1, str(tmp_path), ("memory",))]) == {17, 18}
 
 
 def test_removing_takes_cgroups_that_a_pod_made_below_and_gone_ones_are_no_error(tmp_path: Path) -> None:

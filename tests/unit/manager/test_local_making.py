@@ -19,9 +19,11 @@ from manager.model import Profile
 from manager.providers.local.capability import Capabilities
 from manager.providers.local.cgroups import PodCgroup
 from manager.providers.local.deaths import Deaths
+from manager.providers.local.disks import DiskWay
 from manager.providers.local.ending import end_pod, log_tail, reason_of, trim_log
 from manager.providers.local.entry import Entry, find_entry
 from manager.providers.local.making import plan_for
+from manager.providers.local.network import NetworkWay
 from manager.providers.local.processes import ProcessId, boot_id, identify, open_pidfd, parse_stat, send
 from manager.providers.local.state import PodRecord, PodStore
 from manager.providers.local.watching import Watchers
@@ -36,7 +38,7 @@ DEFAULT = Profile(name="default")
 
 def test_a_profile_is_taken_as_it_is_where_the_machine_can() -> None:
     plan = plan_for(DEFAULT, GOOD, insecure=False, allow_missing_limits=False)
-    assert plan.isolated
+    assert (plan.isolation, plan.tier) == ("namespaces", "split")
     assert (plan.limits.memory_bytes, plan.limits.cpu, plan.limits.pids) == (1 << 30, 1.0, 512)
     assert (plan.rlimits, plan.unenforced, plan.users) == ((), (), ("sandbox",))
 
@@ -49,10 +51,10 @@ def test_no_isolation_is_refused_with_the_way_to_get_it() -> None:
 
 
 def test_insecure_gives_plain_processes_only_where_isolation_is_missing_or_not_wanted() -> None:
-    assert not plan_for(DEFAULT, NONE, insecure=True, allow_missing_limits=False).isolated
-    assert plan_for(DEFAULT, GOOD, insecure=True, allow_missing_limits=False).isolated
+    assert plan_for(DEFAULT, NONE, insecure=True, allow_missing_limits=False).isolation == "none"
+    assert plan_for(DEFAULT, GOOD, insecure=True, allow_missing_limits=False).isolation == "namespaces"
     bare = Profile(name="x", isolation="none")
-    assert not plan_for(bare, GOOD, insecure=True, allow_missing_limits=False).isolated
+    assert plan_for(bare, GOOD, insecure=True, allow_missing_limits=False).isolation == "none"
 
 
 def test_limits_that_cannot_be_set_are_refused_unless_they_may_be_missing() -> None:
@@ -72,6 +74,20 @@ def test_a_profile_without_limits_needs_none() -> None:
 def test_users_that_are_none_of_a_pods_are_refused(users: tuple[str, ...]) -> None:
     with pytest.raises(IsolationUnavailable):
         plan_for(Profile(name="x", users=users), GOOD, insecure=False, allow_missing_limits=False)
+
+
+def test_a_network_is_refused_where_it_cannot_be_walled_in() -> None:
+    wanted = Profile(name="x", network="outbound", connections=7, bandwidth_bytes_sec=9000)
+    routed = msgspec.structs.replace(GOOD, network=NetworkWay(way="routed"))
+    plan = plan_for(wanted, routed, insecure=False, allow_missing_limits=False)
+    assert (plan.network, plan.connections, plan.bytes_per_sec) == ("routed", 7, 9000)
+    none = msgspec.structs.replace(GOOD, network=NetworkWay(way=None, why_not="no tc", advice="install iproute2"))
+    with pytest.raises(IsolationUnavailable, match=r"no tc.*install iproute2"):
+        plan_for(wanted, none, insecure=True, allow_missing_limits=True)
+    # Plain processes would have all of this machine's network.
+    bare = Profile(name="x", network="outbound", isolation="none")
+    with pytest.raises(IsolationUnavailable, match="plain processes"):
+        plan_for(bare, routed, insecure=True, allow_missing_limits=True)
 
 
 def test_images_are_not_for_a_local_target() -> None:
@@ -263,6 +279,16 @@ async def test_a_watcher_that_is_slow_sees_each_changed_name_once() -> None:
     assert (watchers.reason("a"), watchers.reason("b")) == ("oom", "lost")
 
 
-def test_a_bound_on_disk_that_cannot_be_held_is_refused() -> None:
+@pytest.mark.parametrize(
+    "disk", [None, DiskWay(way=None, why_not="no loop devices"), DiskWay(way="memory", weaker_because="not root")]
+)
+def test_a_bound_on_disk_that_cannot_be_held_is_refused(disk: DiskWay | None) -> None:
+    found = msgspec.structs.replace(GOOD, disk=disk)
     with pytest.raises(IsolationUnavailable, match="`disk`"):
-        plan_for(Profile(name="p", disk_bytes=1 << 30), GOOD, insecure=True, allow_missing_limits=True)
+        plan_for(Profile(name="p", disk_bytes=1 << 30), found, insecure=True, allow_missing_limits=True)
+
+
+def test_a_disk_in_memory_may_have_half_of_it() -> None:
+    found = msgspec.structs.replace(GOOD, disk=DiskWay(way="memory"))
+    plan = plan_for(Profile(name="p", disk_bytes=1 << 29), found, insecure=False, allow_missing_limits=True)
+    assert plan.disk_bytes == 1 << 29

@@ -20,4 +20,6 @@ PROMISES = [
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_the_store_in_memory_keeps_every_promise(promise: Callable[[Store], Awaitable[None]]) -> None:
-    await promise(MemoryStore())
+    store = MemoryStore()
+    await store.settle()
+    await promise(store)

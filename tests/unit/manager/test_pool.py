@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from manager.errors import CapacityExhausted
 from manager.model import LABEL_PROFILE, LABEL_REVISION, LABEL_STATE, PodState, Profile
 from manager.services.pool import PoolView
@@ -125,6 +127,7 @@ async def test_idle_pods_are_told_to_live_on_and_claimed_ones_are_not() -> None:
         await until(lambda: here.services.pool.full)
         bound = await here.services.sandboxes.ensure(ACME, "t")
         await until(lambda: here.services.pool.full)
+        await until(lambda: all(executor.pushed for executor in here.provider.executors.values()))  # at its making
         before = {name: len(executor.pushed) for name, executor in here.provider.executors.items()}
         await here.services.pool.push()
         for name, executor in here.provider.executors.items():
@@ -153,6 +156,18 @@ async def test_an_idle_pod_that_does_not_answer_is_taken_out() -> None:
         for _ in range(3):
             await here.services.pool.push()
         await until(lambda: here.services.pool.full and wedged not in [pod.name for pod in here.provider.pods])
+
+
+async def test_a_pod_that_says_it_was_claimed_has_not_failed_to_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Another manager's claim that the watch has not shown yet: it must not be taken for wedged, and nobody be told"""
+    async with world(profiles=(POOLED,), loops=True) as here:
+        await until(lambda: here.services.pool.full)
+        claimed = here.provider.pods[0].name
+        here.provider.executors[claimed].is_claimed = True
+        for _ in range(4):
+            await here.services.pool.push()
+        assert claimed in [pod.name for pod in here.provider.pods]
+        assert "pool_push_failed" not in caplog.messages
 
 
 async def test_pods_of_other_profiles_are_no_candidates() -> None:

@@ -81,6 +81,7 @@ async def test_two_concurrent_first_commands_of_a_task_land_in_one_sandbox_every
 
 
 async def test_first_commands_through_two_managers_land_in_one_sandbox(here: World) -> None:
+    """F28"""
     other = services_over(here.store, here.provider, "m2")
     await other.start()
     for number in range(50):
@@ -193,6 +194,7 @@ async def fails_once(here: World, step: str, error: BaseException) -> asyncio.Ev
 async def test_a_claim_that_fails_at_any_step_leaves_no_pod_and_no_record(
     here: World, step: str, error: ManagerError
 ) -> None:
+    """F5"""
     if step in ("provider:patch", "patched"):
         await here.warm()
     came = await fails_once(here, step, error)
@@ -220,6 +222,7 @@ async def test_what_a_pod_that_does_not_start_said_is_for_the_operator_not_for_t
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_manager_that_stops_at_any_step_of_a_claim_leaves_no_pod_and_no_record(here: World, step: str) -> None:
+    """F5"""
     if step in ("provider:patch", "patched"):
         await here.warm()
     at_step, never = asyncio.Event(), asyncio.Event()
@@ -293,6 +296,7 @@ async def test_a_start_that_takes_too_long_says_so_and_leaves_nothing() -> None:
 
 
 async def test_a_stale_claim_of_a_dead_manager_is_taken_over(here: World) -> None:
+    """F5"""
     dead = services_over(here.store, here.provider, "dead")
     at_commit = asyncio.Event()
 
@@ -305,6 +309,7 @@ async def test_a_stale_claim_of_a_dead_manager_is_taken_over(here: World) -> Non
     dying = asyncio.create_task(dead.sandboxes.ensure(ACME, "t"))
     await at_commit.wait()
     here.store.offset_sec += here.services.sandboxes.claim_sec + 1
+    await here.services.reaper.reap()
     bound = await ensure(here)
     assert bound.binding.state is BindingState.BOUND
     dying.cancel()
@@ -424,6 +429,7 @@ async def test_a_new_manager_finds_every_sandbox_with_its_lease(here: World) -> 
 
 
 async def test_after_the_store_was_wiped_pods_are_adopted_from_their_labels(here: World) -> None:
+    """F17"""
     bounds = [await ensure(here, f"tâche {number}/x") for number in range(3)]
     here.store._records.clear()
     here.store._leases.clear()
@@ -437,6 +443,7 @@ async def test_after_the_store_was_wiped_pods_are_adopted_from_their_labels(here
 
 
 async def test_a_store_wiped_under_a_running_manager_gets_the_sandbox_back_at_the_next_command(here: World) -> None:
+    """F17"""
     bound = await ensure(here)
     here.store._records.clear()
     here.store._leases.clear()
@@ -446,6 +453,7 @@ async def test_a_store_wiped_under_a_running_manager_gets_the_sandbox_back_at_th
 
 
 async def test_recovery_deletes_claimed_pods_that_nobody_will_use_and_no_others(here: World) -> None:
+    """F5"""
     used = await ensure(here)
     (idle,) = await here.warm()
     unfinished, stray = await here.warm(count=2)
@@ -459,6 +467,7 @@ async def test_recovery_deletes_claimed_pods_that_nobody_will_use_and_no_others(
 
 
 async def test_of_two_pods_with_one_task_the_older_claim_is_kept(here: World) -> None:
+    """F28"""
     bound = await ensure(here)
     older = await here.provider.get(bound.binding.pod)
     assert older is not None

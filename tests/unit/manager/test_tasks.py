@@ -118,29 +118,77 @@ async def test_an_executor_that_is_away_while_its_pod_lives_is_unreachable_and_n
     assert len(here.provider.pods) == 1
 
 
-async def test_a_pod_that_ends_under_a_command_is_outcome_unknown_with_the_id_and_nothing_is_run_again(
+async def test_a_pod_that_ends_under_a_command_is_said_to_be_gone_with_the_id_and_nothing_is_run_again(
     here: World,
 ) -> None:
+    """F21"""
     await here.run("t")
     executor = await here.executor("t")
     command = asyncio.create_task(here.run("t", "wait", key="k1"))
     await executor.waiting.wait()
     await here.provider.lose_silently(executor.pod)
-    with pytest.raises((OutcomeUnknown, SandboxGone)) as lost:
+    with pytest.raises(SandboxGone) as lost:
         await command
     assert lost.value.details["id"] == process_id(ACME, "t", "k1")
+    assert lost.value.details["reason"] == "lost"
     with pytest.raises(OutcomeUnknown):
         await here.run("t", "wait", key="k1")
     assert [len(one.runs) for one in here.provider.executors.values()] == [2, 0]
 
 
-async def test_a_stream_whose_pod_ends_raises_outcome_unknown(here: World) -> None:
+async def test_a_stream_whose_pod_ends_is_told_that_it_is_gone(here: World) -> None:
     async with here.services.tasks.stream(ME, "t", ExecRequest(command=["wait"])) as stream:
         assert isinstance(await anext(stream.events), Started)
         await here.provider.lose_silently(stream.facts.pod_id)
-        with pytest.raises(OutcomeUnknown) as lost:
+        with pytest.raises(SandboxGone) as lost:
             await anext(stream.events)
-    assert lost.value.details == {"id": stream.process_id}
+    assert (lost.value.details["id"], lost.value.details["reason"]) == (stream.process_id, "lost")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_container_that_ends_before_its_node_tells_of_it_is_waited_for_to_say_why(
+    here: World, streamed: bool
+) -> None:
+    """F21: the connection breaks first, the reason comes later."""
+    await here.run("t")
+    executor = await here.executor("t")
+    asked = asyncio.Event()
+
+    async def told(call: str) -> None:
+        if call == "get":
+            asked.set()
+
+    async def command() -> None:
+        if not streamed:
+            await here.run("t", "wait")
+        async with here.services.tasks.stream(ME, "t", ExecRequest(command=["wait"])) as stream:
+            async for _ in stream.events:
+                pass
+
+    running = asyncio.create_task(command())
+    await executor.waiting.wait()
+    here.provider.hook = told
+    await executor.stop()
+    async with asyncio.timeout(60):
+        await asked.wait()  # the pod is there, and alive as far as anybody can tell
+    (pod,) = here.provider.pods
+    await here.provider.lose(executor.pod, "oom")
+    here.services.watches["here"].drop(pod, "oom")  # as the watch tells it
+    with pytest.raises(SandboxGone) as lost:
+        await running
+    assert lost.value.details["reason"] == "oom"
+    assert (await here.run("t")).facts.previous is not None
+
+
+async def test_a_command_whose_connection_broke_in_a_pod_that_lives_stays_unknown(here: World) -> None:
+    await here.run("t")
+    executor = await here.executor("t")
+    running = asyncio.create_task(here.run("t", "wait"))
+    await executor.waiting.wait()
+    await executor.stop()
+    with pytest.raises(OutcomeUnknown):
+        await running
+    assert len(here.provider.pods) == 1
 
 
 async def test_an_answer_from_a_pod_whose_sandbox_was_ended_is_refused(here: World) -> None:

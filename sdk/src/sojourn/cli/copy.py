@@ -12,8 +12,9 @@ from typing import Final
 import click
 
 from sojourn.cli.output import clean, size
+from sojourn.cli.places import place
 from sojourn.errors import FileMissing, NotFound, SandboxGone, SojournError
-from sojourn.sync import Client, Task
+from sojourn.sync import Client, Sandbox, Task
 from sojourn.types import Transferred
 
 _STEP_SEC: Final = 0.1  # between two updates of the progress line
@@ -46,10 +47,10 @@ def cp(source: str, target: str, quiet: bool) -> int:
     progress = ProgressLine(shown=not quiet and sys.stderr.isatty())
     with Client() as client:
         if remote_target is not None:
-            done = upload(client.task(remote_target[0]), Path(source), source, remote_target[1], progress)
+            done = upload(place(client, remote_target[0]), Path(source), source, remote_target[1], progress)
         else:
             assert remote_source is not None
-            done = download(client.task(remote_source[0]), remote_source[1], Path(target), progress)
+            done = download(place(client, remote_source[0]), remote_source[1], Path(target), progress)
     progress.end()
     if done is not None and not quiet:
         for left in done.left:
@@ -65,7 +66,7 @@ def split(word: str) -> tuple[str, str] | None:
     return task, path or "."
 
 
-def upload(task: Task, source: Path, given: str, path: str, progress: ProgressLine) -> Transferred | None:
+def upload(task: Task | Sandbox, source: Path, given: str, path: str, progress: ProgressLine) -> Transferred | None:
     mode = source.stat().st_mode
     wants_content = given.rstrip("/").endswith("/.") or given in (".", "..")
     if path.endswith("/") or _is_directory(task, path):
@@ -79,13 +80,15 @@ def upload(task: Task, source: Path, given: str, path: str, progress: ProgressLi
     return None
 
 
-def download(task: Task, path: str, target: Path, progress: ProgressLine) -> Transferred | None:
+def download(task: Task | Sandbox, path: str, target: Path, progress: ProgressLine) -> Transferred | None:
     entry = task.files.stat(path)
     name = path.rstrip("/").rpartition("/")[2]
     if target.is_dir() and name not in (".", "..", ""):
         target = target / name
     if entry.type == "directory":
         return task.download_dir(path, target, progress=progress.at)
+    if not target.parent.is_dir():
+        raise SojournError(f"there is no directory {target.parent} on this machine; make it first")
     part = target.parent / f".{target.name}.{os.getpid()}.part"  # the old file stays until the new one is whole
     try:
         progress.at(task.files.download(path, part))
@@ -100,7 +103,7 @@ def _name(source: Path) -> str:
     return source.name if source.name not in ("", "..") else source.resolve().name
 
 
-def _is_directory(task: Task, path: str) -> bool:
+def _is_directory(task: Task | Sandbox, path: str) -> bool:
     """Of a sandbox that is not there yet, the workspace is one."""
     try:
         return task.files.stat(path).type == "directory"

@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 from sojourn.cli.output import print_json, print_table, size
+from sojourn.cli.places import place
 from sojourn.sync import Client
 from sojourn.types import FileEntry, SandboxState
 
@@ -35,7 +36,7 @@ def ls(task: str | None, path: str, as_json: bool) -> None:
             else:
                 print_table(("TASK", "STAGE", "LEASE", "PROFILE", "SANDBOX"), [_sandbox(one) for one in sandboxes])
             return
-        entries = client.task(task).files.list(path)
+        entries = place(client, task).files.list(path)
     if as_json:
         print_json(entries)
         return

@@ -9,11 +9,13 @@ from typing import Final
 
 import click
 
+from sojourn.cli.audit import audit
 from sojourn.cli.copy import cp
 from sojourn.cli.files import ls
 from sojourn.cli.keys import keys
 from sojourn.cli.logs import logs
 from sojourn.cli.run import exec_command
+from sojourn.cli.sandboxes import sandbox
 from sojourn.cli.server import doctor, serve, up
 from sojourn.cli.shell import shell
 from sojourn.cli.tasks import rm, top
@@ -46,6 +48,7 @@ def cli() -> None:
       sojourn ls demo                               the task's files
       sojourn cp ./src demo:src                     copy a directory in; `cp demo:out .` copies one out
       sojourn rm demo                               end the task's sandbox
+      sojourn sandbox create                        a sandbox that is made once and found by its id (--help)
 
     The server is found by SANDBOX_GATEWAY_URL and SANDBOX_API_KEY, else in the data directory that
     `sojourn up` uses (SOJOURN_DATA_DIR).
@@ -56,7 +59,7 @@ def cli() -> None:
     """
 
 
-for command in (up, exec_command, shell, ls, cp, top, logs, rm, keys, doctor, serve):
+for command in (up, exec_command, shell, ls, cp, top, logs, rm, sandbox, keys, audit, doctor, serve):
     cli.add_command(command)
 
 
@@ -90,7 +93,8 @@ def main(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OWN_FAILURE
     except OSError as why:
-        click.echo(f"sojourn: {why}", err=True)
+        named = f"{why.filename}: {why.strerror}" if why.filename and why.strerror else str(why)
+        click.echo(f"sojourn: {named}", err=True)
         return OWN_FAILURE
     return code if isinstance(code, int) else 0
 

@@ -12,11 +12,12 @@ import click
 import msgspec
 
 from sojourn.capture import Capture
+from sojourn.cli.places import async_place
 from sojourn.cli.stdin import stdin_of_this_process
 from sojourn.client import AsyncClient
 from sojourn.errors import APIError, SojournError
 from sojourn.streams import AsyncCommandStream
-from sojourn.tasks import DEFAULT_OUTPUT_BYTES, AsyncTask, Command
+from sojourn.tasks import DEFAULT_OUTPUT_BYTES, AsyncPlace, Command
 from sojourn.types import ExecResult, Exit, Output, Started, Where
 
 KILL_WAIT_SEC: Final = 10.0  # for the end of a command that the second Ctrl-C killed
@@ -125,7 +126,7 @@ class Runner:
             for forwarded in (signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(forwarded, self._told_to_end, forwarded, main)
             try:
-                ended, where = await self._whole(client.task(task_id, profile=profile))
+                ended, where = await self._whole(async_place(client, task_id, profile))
             except asyncio.CancelledError:
                 if self._told is not None:
                     return 128 + self._told
@@ -138,7 +139,7 @@ class Runner:
             _explain(ended, where)
             return ended.exit_code
 
-    async def _whole(self, task: AsyncTask) -> tuple[Exit, Where]:
+    async def _whole(self, task: AsyncPlace) -> tuple[Exit, Where]:
         source = None if self._no_stdin else stdin_of_this_process()
         self._stream = task.stream(
             self._what, cwd=self._cwd, env=self._env, timeout_sec=self._timeout_sec, stdin=source

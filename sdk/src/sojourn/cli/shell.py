@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 from typing import Final
@@ -11,16 +12,18 @@ import click
 
 from sojourn.cli.escape import Escapes
 from sojourn.cli.localtty import LocalTerminal, write_all
+from sojourn.cli.places import async_place
 from sojourn.cli.run import chosen_form, environment_of
 from sojourn.cli.stdin import stdin_of_this_process
 from sojourn.client import AsyncClient
 from sojourn.errors import SojournError, TakenOver
-from sojourn.tasks import AsyncTask
+from sojourn.tasks import AsyncPlace
 from sojourn.terminals import AsyncTerminal, AsyncTerminalConnection
 from sojourn.types import Exit, Gap, Output
 
 FORGET_SEC: Final = 3.0  # for ending what has ended anyway
 MAX_TYPED_AHEAD: Final = 1024  # pieces, mostly one key each, while the far side takes none
+END_AGAIN_SEC: Final = (0.5, 1.0, 2.0, 4.0, 8.0)  # the pauses before the end of input is typed again
 LEFT: Final = 0  # the exit code of leaving with `~.`
 
 
@@ -78,7 +81,7 @@ class _Session:
     async def run(self, profile: str | None, command: tuple[str, ...], cwd: str | None, env: dict[str, str]) -> int:
         """The exit code. Raises SojournError where there is none."""
         async with AsyncClient() as client:
-            task = client.task(self._task_id, profile=profile)
+            task = async_place(client, self._task_id, profile)
             terminal = await self._opened(task, command, cwd, env)
             connection = terminal.connect(
                 mode="view" if self._view else "control", on_break=lambda why: self._local.say(f"{why}; trying again")
@@ -94,7 +97,7 @@ class _Session:
             return await self._finished(terminal, connection.exit)
 
     async def _opened(
-        self, task: AsyncTask, command: tuple[str, ...], cwd: str | None, env: dict[str, str]
+        self, task: AsyncPlace, command: tuple[str, ...], cwd: str | None, env: dict[str, str]
     ) -> AsyncTerminal:
         if self._terminal_id is not None:
             return task.terminal_by_id(self._terminal_id)
@@ -165,6 +168,8 @@ class _Session:
     async def _type(self, connection: AsyncTerminalConnection, showing: asyncio.Task[None]) -> None:
         source = stdin_of_this_process()
         if source is None:
+            if not self._view and not os.isatty(0):  # closed, or /dev/null; a terminal is another job's for now
+                await _end_input(connection)
             return
         keys: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_TYPED_AHEAD)
         delivering = asyncio.create_task(_deliver(keys, connection), name="terminal-keys")
@@ -200,7 +205,16 @@ class _Session:
 async def _deliver(keys: asyncio.Queue[bytes | None], connection: AsyncTerminalConnection) -> None:
     while (typed := await keys.get()) is not None:
         await connection.write(typed)
+    await _end_input(connection)
+
+
+async def _end_input(connection: AsyncTerminalConnection) -> None:
+    """More than once: a program that sets its terminal up only then, as a shell's line editor does, throws away what
+    was typed before."""
     await connection.end_input()
+    for pause_sec in END_AGAIN_SEC:
+        await asyncio.sleep(pause_sec)
+        await connection.end_input()
 
 
 async def _forget(terminal: AsyncTerminal) -> None:

@@ -7,6 +7,7 @@ import sys
 import click
 
 from sojourn.cli.output import print_json, print_table, size
+from sojourn.cli.places import place
 from sojourn.sync import Client
 from sojourn.types import UsageReport
 
@@ -20,9 +21,9 @@ def top(task: str, as_json: bool, watch: bool, interval_sec: int) -> None:
     """Show what TASK's sandbox uses, against its limits."""
     with Client() as client:
         if not watch:
-            _show(client.task(task).usage(), None, as_json)
+            _show(place(client, task).usage(), None, as_json)
             return
-        for sample in client.task(task).usage_stream(interval_sec):
+        for sample in place(client, task).usage_stream(interval_sec):
             if as_json:
                 print_json(sample)
             else:

@@ -1,0 +1,1 @@
+"""Archives of strangers made into the first layer of a workspace, by a child process with bounds of its own."""

@@ -1,0 +1,228 @@
+"""A real node beside a control plane of the tests' own: kubelet, containerd and runc, as root.
+
+They run in process and mount namespaces of their own, so that all processes and mounts end with the test run, however
+it ends. Pods have a bridge of their own and no way out. What the machine cannot do is said by `missing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.support.children import die_with_parent, run_directory
+from tests.support.cluster import node_images
+from tests.support.cluster.api import KubeApi
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.waiting import condition_of, until_async
+
+NAME: Final = "real-node"
+PAUSE: Final = "test.invalid/sojourn/pause:1"
+_CNI: Final = Path("/usr/lib/cni")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_PARENT: Final = Path("/var/tmp")
+_DIRECTORY: Final = "sojourn-realnode"
+_BRIDGE: Final = "sjnode-"
+_CGROUP: Final = "sojourn-node-"
+_READY_SEC: Final = 120.0
+_TAIL_BYTES: Final = 4000
+
+_CONTAINERD: Final = """\
+version = 3
+root = "{at}/root"
+state = "{at}/state"
+disabled_plugins = ["io.containerd.nri.v1.nri"]
+[grpc]
+address = "{at}/containerd.sock"
+[ttrpc]
+address = "{at}/containerd.sock.ttrpc"
+[plugins."io.containerd.cri.v1.images"]
+snapshotter = "overlayfs"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+sandbox = "{pause}"
+[plugins."io.containerd.cri.v1.runtime"]
+restrict_oom_score_adj = true
+disable_apparmor = true
+[plugins."io.containerd.cri.v1.runtime".containerd]
+default_runtime_name = "runc"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.cri.v1.runtime".cni]
+bin_dirs = ["{cni}"]
+conf_dir = "{at}/cni"
+"""
+
+_KUBELET: Final = """\
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+containerRuntimeEndpoint: unix://{at}/containerd.sock
+address: {address}
+authentication: {{anonymous: {{enabled: false}}, webhook: {{enabled: false}}, x509: {{clientCAFile: {ca}}}}}
+authorization: {{mode: AlwaysAllow}}
+cgroupDriver: cgroupfs
+cgroupRoot: /{cgroup}
+failCgroupV1: false
+failSwapOn: false
+makeIPTablesUtilChains: false
+healthzPort: 0
+oomScoreAdj: 0
+evictionHard: {{memory.available: 50Mi}}
+podLogsDir: {at}/logs
+resolvConf: ""
+"""
+
+
+@dataclass(frozen=True)
+class RealNode:
+    name: str
+    directory: Path
+    ctr: Path
+
+    def load(self, archive: Path, name: str) -> str:
+        """Imports an archive with an image called `name`; how pods name it by its digest."""
+        self._ctr("images", "import", "--local", str(archive))
+        digest = next(line.split()[2] for line in self._ctr("images", "ls").splitlines() if line.startswith(name + " "))
+        pinned = f"{name.rpartition(':')[0]}@{digest}"
+        self._ctr("images", "tag", "--force", name, pinned)
+        return pinned
+
+    def _ctr(self, *arguments: str) -> str:
+        command = [str(self.ctr), "-a", f"{self.directory}/containerd.sock", "-n", "k8s.io", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, f"ctr {' '.join(arguments)}: {done.stderr}"
+        return done.stdout
+
+
+def missing() -> str:
+    """What this machine lacks; empty where nothing is known to be."""
+    if os.geteuid() != 0:
+        return "root"
+    programs = [name for name in ("runc", "ip", "unshare") if shutil.which(name) is None]
+    programs += [f"{_CNI}/{name}" for name in ("bridge", "host-local", "loopback") if not (_CNI / name).exists()]
+    return ", ".join(programs)
+
+
+@contextlib.asynccontextmanager
+async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path]) -> AsyncIterator[RealNode]:
+    """A node that is ready. Its pods must be gone before its end."""
+    assert plane.authority is not None
+    # /var/tmp: containers' file systems cannot lie on a tmpfs everywhere.
+    with run_directory(_DIRECTORY, _PARENT) as at, contextlib.ExitStack() as stack:
+        _remove_left_behind()
+        bridge, cgroup = (prefix + at.name.removeprefix(f"{_DIRECTORY}-") for prefix in (_BRIDGE, _CGROUP))
+        address, subnet = stack.enter_context(_bridge(bridge))
+        stack.enter_context(_cgroup(cgroup))
+        (at / "cni").mkdir()
+        (at / "cni" / "10.conflist").write_text(json.dumps(_network(at, bridge, subnet)))
+        (at / "containerd.toml").write_text(_CONTAINERD.format(at=at, pause=PAUSE, cni=_CNI))
+        settings = _KUBELET.format(at=at, address=address, ca=plane.authority.pair.certificate, cgroup=cgroup)
+        (at / "kubelet.yaml").write_text(settings)
+        kubeconfig = plane.certificate_kubeconfig(f"system:node:{NAME}", ["system:nodes"])
+        kubelet = (
+            f"kubelet --config={at}/kubelet.yaml --kubeconfig={kubeconfig} --hostname-override={NAME} "
+            f"--node-ip={address} --root-dir={at}/kubelet --cert-dir={at}/pki"
+        )
+        script = (
+            f"containerd -c {at}/containerd.toml >{at}/containerd.log 2>&1 & "
+            f"while ! ctr -a {at}/containerd.sock version >/dev/null 2>&1; do sleep 0.2; done; "
+            f"{kubelet} >{at}/kubelet.log 2>&1 & wait"
+        )
+        path = ":".join([*map(str, programs), os.environ["PATH"]])
+        ctr = shutil.which("ctr", path=path)
+        assert ctr is not None
+        process = subprocess.Popen(
+            ["unshare", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child", "sh", "-c", script],
+            env={"PATH": path, "HOME": str(at)}, cwd=at, stdin=subprocess.DEVNULL,
+            start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+        try:
+            await until_async(lambda: _is_ready(api), "the node is ready", _READY_SEC)
+            node = RealNode(NAME, at, Path(ctr))
+            node.load(node_images.pause(at / "pause.tar", PAUSE), PAUSE)
+            yield node
+        except AssertionError as why:
+            raise AssertionError(f"{why}{_tails(at)}") from why
+        finally:
+            process.kill()
+            process.wait()
+            await api.delete(f"/api/v1/nodes/{NAME}")
+
+
+def _remove_left_behind() -> None:
+    """Bridges and groups of runs that were killed: the directory of the same name is gone."""
+    for bridge in Path("/sys/class/net").glob(f"{_BRIDGE}*"):
+        if not (_PARENT / f"{_DIRECTORY}-{bridge.name.removeprefix(_BRIDGE)}").exists():
+            _ip("link", "del", bridge.name)
+    for group in (*_CGROUPS.glob(f"{_CGROUP}*"), *_CGROUPS.glob(f"*/{_CGROUP}*")):
+        if not (_PARENT / f"{_DIRECTORY}-{group.name.removeprefix(_CGROUP)}").exists():
+            _remove_groups(group)
+
+
+async def _is_ready(api: KubeApi) -> bool:
+    node = await api.find(f"/api/v1/nodes/{NAME}")
+    return node is not None and condition_of(node, "Ready") == "True" and not node["spec"].get("taints")
+
+
+def _tails(at: Path) -> str:
+    return "".join(
+        f"\n--- end of {log.name}\n{log.read_bytes()[-_TAIL_BYTES:].decode(errors='replace')}"
+        for log in sorted(at.glob("*.log"))
+    )
+
+
+def _network(at: Path, bridge: str, subnet: str) -> dict[str, object]:
+    addresses = {"type": "host-local", "ranges": [[{"subnet": subnet}]], "dataDir": f"{at}/addresses"}
+    plugin = {"type": "bridge", "bridge": bridge, "isGateway": True, "ipMasq": False, "ipam": addresses}
+    return {"cniVersion": "1.0.0", "name": "tests", "plugins": [plugin]}
+
+
+@contextlib.contextmanager
+def _bridge(name: str) -> Iterator[tuple[str, str]]:
+    """The node's address, which is the pods' gateway, and the pods' subnet."""
+    third = secrets.randbelow(256)
+    address, subnet = f"10.77.{third}.1", f"10.77.{third}.0/24"
+    _ip("link", "add", name, "type", "bridge")
+    try:
+        _ip("addr", "add", f"{address}/24", "dev", name)
+        _ip("link", "set", name, "up")
+        yield address, subnet
+    finally:
+        _ip("link", "del", name)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+
+@contextlib.contextmanager
+def _cgroup(name: str) -> Iterator[None]:
+    """A group of the node's own in every hierarchy."""
+    hierarchies = [_CGROUPS] if (_CGROUPS / "cgroup.procs").exists() else [*_CGROUPS.iterdir()]
+    for hierarchy in hierarchies:
+        (hierarchy / name).mkdir(exist_ok=True)
+    for file in ("cpuset.cpus", "cpuset.mems"):
+        if (own := _CGROUPS / "cpuset" / name / file).exists():
+            own.write_text((_CGROUPS / "cpuset" / file).read_text())
+    try:
+        yield
+    finally:
+        for hierarchy in hierarchies:
+            _remove_groups(hierarchy / name)
+
+
+def _remove_groups(top: Path) -> None:
+    """The kernel takes a moment to let go of processes that were killed."""
+    give_up = time.monotonic() + 20
+    while top.exists() and time.monotonic() < give_up:
+        for directory, _, _ in os.walk(top, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+        time.sleep(0.05)
