@@ -3,7 +3,7 @@
 The floor is what nothing that keeps layers of files can go below: the same layers fetched from the same object storage
 by the manager's own code, which compares each chunk with its hash, and piped through `zstd -d | tar -x` into a fresh
 directory of the same disk. It makes no pod, and as with a start nothing of it is waited for to be on the disk.
-Floor and start take turns.
+Floor and start take turns, each on a disk that has nothing left to do of what came before.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from manager.store.records import Records
 ALL: Final = "/sandbox/sandboxes/v1"
 TREE: Final = Path(__file__).with_name("tree.py")
 _LONG_SEC: Final = 1800
+_SETTLE_SEC: Final = 300.0
 
 
 @dataclass(kw_only=True)
@@ -94,9 +95,11 @@ async def measured(top: Path, files: int, size: int, rounds: int, url: str | Non
             first, *later = (layer.blob.size for layer in manifest.layers)
             found.first_bytes, found.again_bytes = first, sum(later)
             for turn in range(rounds):
+                await _settled(top)
                 cpu = _cpu_sec(psutil.Process())
                 found.floor_sec.append(await _streamed(objects, manifest, top / f"plain{turn}"))
                 found.floor_cpu_sec.append(_cpu_sec(psutil.Process()) - cpu)
+                await _settled(top)
                 cpu = _cpu_sec(manager)
                 found.start_sec.append(await stack.started(sandbox_id))
                 found.start_cpu_sec.append(_cpu_sec(manager) - cpu)
@@ -191,6 +194,23 @@ async def _manifest(objects: Objects) -> Manifest:
     """The one with most in it: the others are of what the stack keeps ready."""
     heads = Records(objects, NoCache(), "workspaces", Manifest, max_bytes=MANIFEST_BYTES)
     return max([found.value async for found in heads.every()], key=lambda manifest: manifest.stored_bytes)
+
+
+async def _settled(top: Path) -> None:
+    """Until the files of ended pods are gone and what was written is on the disk."""
+    give_up, before, now = time.monotonic() + _SETTLE_SEC, -1, _files(top)
+    while before != now:
+        if time.monotonic() > give_up:
+            raise SystemExit(f"files come and go in {top} without end")
+        await asyncio.sleep(0.5)
+        before, now = now, _files(top)
+    await asyncio.to_thread(os.sync)
+
+
+def _files(top: Path) -> int:
+    """In use in its file system."""
+    about = os.statvfs(top)
+    return about.f_files - about.f_ffree
 
 
 async def _streamed(objects: Objects, manifest: Manifest, into: Path) -> float:
