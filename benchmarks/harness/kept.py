@@ -23,7 +23,7 @@ from typing import Any, Final
 import aiohttp
 import psutil
 
-from benchmarks.harness.servers import PROFILE, ROOT, STACK_READY_SEC, Target, free_port, running, wait_until_ready
+from benchmarks.harness.servers import STACK_READY_SEC, Target, free_port, running, stack_env, wait_until_ready
 from manager.services.checkpoints import MANIFEST_BYTES
 from manager.services.manifests import Manifest
 from manager.store.blobs import read_blob
@@ -167,14 +167,9 @@ class _Stack:
 
 @asynccontextmanager
 async def _stack(top: Path, url: str | None) -> AsyncIterator[_Stack]:
-    data, log, port, config = top / "data", top / "log", str(free_port()), top / "config.toml"
-    config.write_text(PROFILE.format(cores=len(os.sched_getaffinity(0))))
-    env = dict(os.environ) | {
-        "SOJOURN_CONFIG": str(config), "SOJOURN_DATA_DIR": str(data), "SOJOURN_PORT": port,
-        "SOJOURN_METRICS_PORT": "off", "SOJOURN_START_LIMIT_SEC": "600",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        **({"SOJOURN_OBJECTS": url} if url is not None else {}),
-    }  # fmt: skip
+    data, log, port = top / "data", top / "log", str(free_port())
+    objects = {"SOJOURN_OBJECTS": url} if url is not None else {}
+    env = stack_env(top, port, SOJOURN_START_LIMIT_SEC="600", **objects)
     with running([sys.executable, "-m", "manager", "up"], env, log, end=signal.SIGINT) as process:
         target = Target(name="manager", address=("--tcp", port), exec_path="", pid=process.pid, log=log)
         await asyncio.to_thread(wait_until_ready, target, process, STACK_READY_SEC)

@@ -94,14 +94,14 @@ def raw_options(target: Target, body: str, size_bytes: int) -> list[str]:
 NOOP_OPTIONS: Final = ["--method", "GET", "--path", "/healthz", "--expect", "ok"]
 
 
-def _argv(shop: Workshop, target: Target, options: list[str]) -> list[str]:
+def argv_of(shop: Workshop, target: Target, options: list[str]) -> list[str]:
     headers = [part for header in (*target.headers, "Content-Type: application/json") for part in ("--header", header)]
     return [str(shop.load), *target.address, *headers, *options]
 
 
 def _output(shop: Workshop, target: Target, options: list[str], limit_sec: float) -> str:
     """What the load client printed. Raises CannotMeasure, naming the server, with the end of its log."""
-    argv = _argv(shop, target, options)
+    argv = argv_of(shop, target, options)
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=limit_sec, check=False)
     except subprocess.TimeoutExpired as why:
@@ -141,7 +141,7 @@ def run_bulk(shop: Workshop, target: Target, options: list[str], *, count: int =
 @contextmanager
 def background_load(shop: Workshop, target: Target, options: list[str], connections: int) -> Iterator[None]:
     """Load of which only the effect on others counts, until the block ends."""
-    argv = _argv(shop, target, [*options, "--connections", str(connections), "--seconds", "3600"])
+    argv = argv_of(shop, target, [*options, "--connections", str(connections), "--seconds", "3600"])
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield
@@ -155,7 +155,7 @@ def background_load(shop: Workshop, target: Target, options: list[str], connecti
 @contextmanager
 def paced_noop(shop: Workshop, target: Target, pace_ms: float, got: list[Sample]) -> Iterator[None]:
     """Health checks every `pace_ms` while the block runs; their sample is appended to `got` after it."""
-    argv = _argv(shop, target, [*NOOP_OPTIONS, "--pace-ms", str(pace_ms), "--seconds", "3600", "--until-stdin-ends"])
+    argv = argv_of(shop, target, [*NOOP_OPTIONS, "--pace-ms", str(pace_ms), "--seconds", "3600", "--until-stdin-ends"])
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield

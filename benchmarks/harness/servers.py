@@ -211,17 +211,24 @@ pool = {{ min = 1, max = 4 }}
 """
 
 
+def stack_env(directory: Path, port: str, **settings: str) -> dict[str, str]:
+    """The environment of `manager up` with its files in the directory, its data in `data` there."""
+    config = directory / "config.toml"
+    config.write_text(PROFILE.format(cores=len(os.sched_getaffinity(0))))
+    return dict(os.environ) | {
+        "SOJOURN_CONFIG": str(config), "SOJOURN_DATA_DIR": str(directory / "data"), "SOJOURN_PORT": port,
+        "SOJOURN_METRICS_PORT": "off",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        **settings,
+    }  # fmt: skip
+
+
 @contextmanager
 def manager_server(shop: Workshop, python: str = sys.executable) -> Iterator[Target]:
     """The whole stack of `up` on a free port in a data directory of its own. Raises CannotMeasure."""
     directory = shop.fresh("up", 0o711)
-    data, log = directory / "data", directory / "log"
-    port, config = str(free_port()), directory / "config.toml"
-    config.write_text(PROFILE.format(cores=len(os.sched_getaffinity(0))))
-    env = dict(os.environ) | {
-        "SOJOURN_CONFIG": str(config), "SOJOURN_DATA_DIR": str(data), "SOJOURN_PORT": port, "SOJOURN_METRICS_PORT": "0",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-    }  # fmt: skip
+    data, log, port = directory / "data", directory / "log", str(free_port())
+    env = stack_env(directory, port)
     with running([python, "-m", "manager", "up"], env, log, end=signal.SIGINT) as process:
         bare = Target(name="manager", address=("--tcp", port), exec_path="", pid=process.pid, log=log)
         wait_until_ready(bare, process, STACK_READY_SEC)
@@ -231,7 +238,7 @@ def manager_server(shop: Workshop, python: str = sys.executable) -> Iterator[Tar
             files_path="/sandbox/task/bench/files", sessions_path="/sandbox/task/bench/sessions",
             headers=(f"X-Api-Key: {key}",), pid=process.pid, log=log,
         )  # fmt: skip
-        _provision(target)
+        provision(target)
         yield target
 
 
@@ -247,7 +254,7 @@ def _key_of(file: Path) -> str:
         time.sleep(0.01)
 
 
-def _provision(target: Target) -> None:
+def provision(target: Target) -> None:
     """The task's first command, so that what is measured is the bound case."""
     give_up = time.monotonic() + STACK_READY_SEC
     while True:

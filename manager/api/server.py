@@ -251,6 +251,7 @@ async def _answered(
                 services.rates.take(principal, services.config.key_requests_per_sec)
                 services.in_flight.enter_of(principal.owner, services.config.project_requests)
                 try:
+                    await services.turns.of(principal.owner)
                     return await handler(request)
                 finally:
                     services.in_flight.leave_of(principal.owner)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from executor.wire import ExecRequest
 from manager.api.rates import Rates
+from manager.api.turns import Turns
 from manager.config import ManagerConfig
 from manager.errors import RateLimited
 from manager.metrics import Metrics
@@ -227,6 +228,7 @@ class Services:
     not_ready: Callable[[], Awaitable[str | None]]  # what this manager still lacks to serve, for people
     in_flight: InFlight = field(default_factory=InFlight)
     rates: Rates = field(default_factory=Rates)
+    turns: Turns = field(default_factory=Turns)
 
     def region_of(self, target: str) -> str | None:
         return next((known.region for known in self.config.targets if known.name == target), None)
