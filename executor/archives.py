@@ -334,6 +334,8 @@ class _Arrival:
             readable = os.open(b".", _DIRECTORY, dir_fd=source)
             opened.callback(os.close, readable)
             for entry in opened.enter_context(os.scandir(readable)):
+                if self.is_too_much:
+                    return
                 name = os.fsencode(entry.name)
                 if entry.is_dir(follow_symlinks=False) and _is_directory(target, name):
                     with ExitStack() as both:

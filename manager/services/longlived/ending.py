@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 RETRY_STOP_SEC: Final = (5.0, 60.0)  # after which one that could not be kept is looked at again: at first, at last
 LAST_KEPT_SEC: Final = 7 * 86_400.0  # a destroyed sandbox's last checkpoint
+_FAILURES: Final = 10_000  # of so many sandboxes is it remembered how often they could not be kept
 _S: Final = SandboxState
 
 
@@ -53,7 +54,7 @@ class Ending:
         self._client = client
         self._profiles = profiles
         self._audit = audit
-        self._failures: dict[str, int] = {}  # in a row to keep a sandbox's workspace, by its id
+        self._failures: dict[str, int] = {}  # in a row to keep a sandbox's workspace, by its id; the last one last
 
     async def stop(self, record: SandboxRecord, by: By, reason: str, *, if_expired: bool = False) -> SandboxRecord:
         owner, sandbox_id = record.owner, record.sandbox_id
@@ -163,7 +164,9 @@ class Ending:
         The record first: where it says already that all is done, or cannot be had, the reaper takes the closing up."""
         binding = closing.binding
         owner, sandbox_id = binding.owner, binding.sandbox_id
-        failures = self._failures[sandbox_id] = self._failures.get(sandbox_id, 0) + 1
+        failures = self._failures[sandbox_id] = self._failures.pop(sandbox_id, 0) + 1
+        if len(self._failures) > _FAILURES:
+            del self._failures[next(iter(self._failures))]
         first_sec, last_sec = RETRY_STOP_SEC
         retry_sec = min(last_sec, first_sec * 2 ** min(failures - 1, 10))
         try:
