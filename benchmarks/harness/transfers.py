@@ -40,7 +40,9 @@ def measure_output(bench: Bench) -> dict[str, object]:
             before = pss_bytes(pids) or 0
             with peak_pss(pids) as peak:
                 sample = run_stream(bench.shop, target, GIB_BODY)
-            whole[target.name] &= sample.whole(GIB)
+            if not sample.whole(GIB):
+                bench.say(f"{target.name}: not whole: {sample}")
+                whole[target.name] = False
             speeds[target.name].append(sample.stdout_bytes / sample.seconds / 1e6)
             if peak.samples and before:
                 peaks[target.name] = max(peaks.get(target.name, 0), peak.pss_bytes)
