@@ -248,10 +248,10 @@ async def _answered(
                 if _RANK[principal.role] < _RANK[route.role]:
                     raise Forbidden(f"this call needs a key of the role {route.role}, this one has {principal.role}")
                 request[PRINCIPAL] = principal
-                services.rates.take(principal, services.config.key_requests_per_sec)
                 services.in_flight.enter_of(principal.owner, services.config.project_requests)
                 try:
                     await services.turns.of(principal.owner)
+                    services.rates.take(principal, services.config.key_requests_per_sec)
                     return await handler(request)
                 finally:
                     services.in_flight.leave_of(principal.owner)
