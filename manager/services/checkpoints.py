@@ -465,9 +465,13 @@ class Checkpoints:
             saving.unsure = True
 
     async def stored(self, saving: Saving, body: AsyncIterable[bytes], limit: int, progress: Progress | None) -> Blob:
+        def unsure() -> None:
+            saving.unsure = True
+
         return await write_blob(
-            self._objects, saving.prefix, body, limit=limit, chunk_bytes=self._chunk_bytes, progress=progress
-        )
+            self._objects, saving.prefix, body, limit=limit, chunk_bytes=self._chunk_bytes, progress=progress,
+            unsure=unsure,
+        )  # fmt: skip
 
     async def _commit(
         self, saving: Saving, head: Versioned[Manifest], change: Callable[[Manifest], Manifest]

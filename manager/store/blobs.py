@@ -20,6 +20,7 @@ from manager.store.objects import Object, Objects, ObjectTooLarge
 
 CHUNK_BYTES: Final = 8 << 20
 _UNDER_WAY: Final = 2  # chunks being put or fetched beside the one at hand
+_UNDO_SEC: Final = 5.0  # for the chunks under way, where a body cannot be stored whole
 _BLOCK: Final = 1 << 20  # hashed at once on the loop: a millisecond
 
 Progress = Callable[[int, int | None], None]  # bytes so far, in all where that is known
@@ -52,10 +53,12 @@ async def write_blob(
     limit: int,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress | None = None,
+    unsure: Callable[[], None] = lambda: None,
 ) -> Blob:
     """Stores `body` under `prefix`, which must be used for nothing else. Raises TooLarge over `limit` bytes.
 
-    On every failure, a cancellation too, what was put is deleted as far as storage answers."""
+    On every failure, a cancellation too, what was put is deleted as far as storage answers. `unsure` is called where a
+    chunk may come to be under the prefix even after that: of a put that had no answer."""
     writer = _Writer(objects, prefix)
     whole, kept, size = hashlib.sha256(), bytearray(), 0
     try:
@@ -75,7 +78,7 @@ async def write_blob(
             await writer.put(bytes(kept))
         await writer.settle()
     except BaseException:
-        await writer.undo()
+        await writer.undo(unsure)
         raise
     return Blob(
         prefix=prefix, size=size, sha256=whole.hexdigest(), chunk_bytes=chunk_bytes, chunks=tuple(writer.digests)
@@ -126,8 +129,16 @@ class _Writer:
             await self._under_way[0]
             self._under_way.popleft()
 
-    async def undo(self) -> None:
-        await _cancelled(self._under_way)
+    async def undo(self, unsure: Callable[[], None]) -> None:
+        is_sure = not self._under_way
+        try:
+            if self._under_way:  # a put that is given up may still be carried out, and then after the deletion
+                await asyncio.wait(self._under_way, timeout=_UNDO_SEC)
+                is_sure = all(task.done() and not task.cancelled() and not task.exception() for task in self._under_way)
+        finally:
+            if not is_sure:
+                unsure()
+            await _cancelled(self._under_way)
         for number, digest in enumerate(self.digests):
             try:
                 await self._objects.delete(_key(self._prefix, number, digest))

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from manager.errors import TooLarge
+from manager.errors import StoreUnavailable, TooLarge
 from manager.store.blobs import Blob, ObjectDamaged, delete_blob, read_blob, write_blob
 from manager.store.objects import Objects
 from manager.store.opening import open_objects
@@ -91,6 +91,46 @@ async def test_a_cancelled_write_leaves_nothing(objects: Objects) -> None:
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert await count(objects) == 0
+
+
+async def test_a_chunk_that_lands_late_is_deleted_with_the_others(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a thread, or on a server: what nobody waits for any more is carried out all the same."""
+    put, landed = objects.put, list[asyncio.Task[str]]()
+
+    async def late(key: str, data: bytes) -> str:
+        await asyncio.sleep(0.2)
+        return await put(key, data)
+
+    async def lasting(key: str, data: bytes) -> str:
+        landed.append(asyncio.create_task(late(key, data)))
+        return await asyncio.shield(landed[-1])
+
+    monkeypatch.setattr(objects, "put", lasting)
+    left: list[None] = []
+    with pytest.raises(TooLarge):
+        await write_blob(
+            objects, "b/", pieces(bytes(2 * CHUNK + 1), CHUNK), limit=2 * CHUNK, chunk_bytes=CHUNK,
+            unsure=lambda: left.append(None),
+        )  # fmt: skip
+    await asyncio.gather(*landed)
+    assert landed
+    assert await count(objects) == 0
+    assert not left
+
+
+async def test_a_chunk_of_which_nobody_knows_is_told_of(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unanswered(key: str, data: bytes) -> str:
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(objects, "put", unanswered)
+    left: list[None] = []
+    with pytest.raises(StoreUnavailable):
+        await write_blob(
+            objects, "b/", pieces(bytes(CHUNK), CHUNK), limit=CHUNK, chunk_bytes=CHUNK, unsure=lambda: left.append(None)
+        )
+    assert left
 
 
 async def test_nothing_of_a_damaged_chunk_is_given_on(objects: Objects) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import resource
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,6 +20,7 @@ from manager.services.checkpoints import Checkpoints
 from manager.store.objects import Objects
 from manager.store.opening import open_objects
 from tests.support.memory_objects import MemoryCache
+from tests.support.own_memory import peak_bytes
 from tests.support.s3_server import CREDENTIALS
 
 OWNER = Owner("acme", "web")
@@ -151,7 +151,7 @@ async def _measure(url: str, size: int) -> None:
         await checkpoints.restore(OWNER, "w", POD)
         assert pods.got == [made.layers[0].blob.sha256] == [await content_sha256(1, some)]
         await checkpoints.delete_workspace(OWNER, "w")
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+        peaks.append(peak_bytes())
     say(json.dumps({"peak": peaks[1], "grown": peaks[1] - peaks[0]}))
     await objects.close()
 

@@ -32,6 +32,7 @@ LOCK_SEC: Final = 30.0
 _TOOLS: Final = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "nsenter": "util-linux"}
 _SYSCTL: Final = Path("/proc/sys/net/ipv4/conf")
 _ALL_FORWARDING: Final = Path("/proc/sys/net/ipv4/ip_forward")
+_MISSING: Final = ("No such file or directory", "No such device", "Cannot find device")  # as ip and nft say it
 _LINK_SETTINGS: Final = {
     "rp_filter": "1", "arp_ignore": "1", "accept_redirects": "0", "send_redirects": "0", "accept_source_route": "0",
     "route_localnet": "0", "proxy_arp": "0", "forwarding": "1",
@@ -278,7 +279,7 @@ def _run(argv: list[str], said: str = "", *, missing_ok: bool = False) -> bytes:
     if done.returncode == 0:
         return done.stdout or b"ok"
     words = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
-    if missing_ok and ("No such file or directory" in words or "Cannot find device" in words):
+    if missing_ok and any(one in words for one in _MISSING):
         return b""
     raise IsolationUnavailable(f"{' '.join(argv)}: {words or f'exit code {done.returncode}'}")
 

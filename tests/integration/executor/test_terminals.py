@@ -179,6 +179,8 @@ async def test_ctrl_c_interrupts_what_runs_and_not_the_shell(executor: Pod) -> N
         await socket.type(b"\x03")
         await socket.type(b"echo co''de=$?\n")
         await socket.until_text(b"code=130")
+        # Only there does the shell take the terminal for its own again; before that it would see no end of input.
+        await socket.until(lambda: socket.stdout.rpartition(b"code=130")[2].endswith(b"$ "), "the next prompt")
         await socket.end_input()
         await socket.to_end()
     assert socket.exit is not None

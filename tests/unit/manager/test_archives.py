@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import io
 import os
-import resource
 import shutil
 import subprocess
 import tarfile
@@ -23,6 +22,7 @@ from manager.archives.canonical import Canonical
 from manager.archives.child import ArchiveRefused, NoZstd, kind_of, layer_of
 from manager.archives.zipread import zip_members
 from tests.support import tar_corpus, zip_corpus
+from tests.support.own_memory import peak_bytes, peak_from_now_bytes
 
 needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="needs the program zstd")
 _FAULT = {"invalid_path": {"path"}, "invalid_request": {"malformed", "unsupported"}, "too_large": {"limit"}}
@@ -229,9 +229,9 @@ async def test_a_large_archive_takes_no_memory_here() -> None:
             file.write(noise)
         file.write(tar_corpus.END)
         file.flush()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak_from_now_bytes()
         async with layer_of(file) as made:
             total = sum([len(piece) async for piece in made.pieces])
         assert total > 0
         assert made.file_bytes == size
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+        assert peak_bytes() - before < 64 << 20

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import hashlib
 import hmac
-import resource
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -39,6 +38,7 @@ from manager.executor_answers import EXECUTOR_CODES, ExecutorNotReached, WrongPo
 from manager.executor_client import ExecutorClient, PodRef, pod_token
 from tests.support.fake_executor import FakeExecutor, exit_of, result_of
 from tests.support.hostile import Caller, answer, chunked, hostile_pod
+from tests.support.own_memory import peak_bytes, peak_from_now_bytes
 from tests.support.world import until
 
 SECRET = b"secret"
@@ -327,7 +327,7 @@ async def test_a_lie_is_a_typed_error_and_costs_little(
     client: ExecutorClient, directory: Path, pod: PodRef, what: str
 ) -> None:
     """S19"""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_from_now_bytes()
 
     async def behave(caller: Caller) -> None:
         await caller.send(LIES[what])
@@ -344,7 +344,7 @@ async def test_a_lie_is_a_typed_error_and_costs_little(
             (outcome,) = await asyncio.gather(other, return_exceptions=True)
             # These do not look into a 200; whatever else it is has to be typed.
             assert not isinstance(outcome, BaseException) or getattr(outcome, "status", 0) in (502, 504)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+    assert peak_bytes() - before < 64 << 20
 
 
 async def test_an_answer_without_end_is_cut_at_the_requests_own_bound(
