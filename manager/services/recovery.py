@@ -116,22 +116,25 @@ class Recovery:
     async def recover(self) -> None:
         """One pass, after which quotas can be counted. Raises StoreUnavailable, and what a provider's list raises; safe
         to repeat."""
-        living: set[tuple[str, str]] = set()
-        for target, watch in self._watches.items():
-            # Listed before the records are read: a pod made in between belongs to a record that is still claiming.
-            pods = await watch.provider.list()
-            living |= {(target, pod.name) for pod in pods}
+        # Listed before the records are read: a pod made in between belongs to a record that is still claiming.
+        listed = {target: await watch.provider.list() for target, watch in self._watches.items()}
+        living = {(target, pod.name) for target, pods in listed.items() for pod in pods}
+        bindings = [binding for binding in await self._store.list_bindings() if binding.state in _WITH_POD]
+        held = {(binding.target, binding.pod): binding for binding in bindings}
+        for target, pods in listed.items():
             claimed = [pod for pod in pods if pod.labels.get(LABEL_STATE) != PodState.IDLE and not pod.deleting]
             claimed.sort(key=_claimed_at)  # of two pods with one task the older claim is seen, and kept, first
             for pod in claimed:
+                if _carries(pod, held.get((target, pod.name))):
+                    continue  # as nearly all do: thousands of them cost no look each
                 try:
-                    await self._settle(watch, pod)
+                    await self._settle(self._watches[target], pod)
                 except StoreUnavailable:
                     raise
                 except (ManagerError, OSError) as why:
                     log.warning("pod_not_settled", extra={"pod": pod.name, "why": str(why)})
-        for binding in await self._store.list_bindings():
-            if binding.state in _WITH_POD and (binding.target, binding.pod) not in living:
+        for binding in bindings:
+            if (binding.target, binding.pod) not in living:
                 await self._end_if_gone(binding)
         self.recounted += await self._store.recount()
         await self._store.settle()
@@ -170,6 +173,12 @@ class Recovery:
         if await watch.provider.get(binding.pod) is None:
             await self._sandboxes.note_gone(binding, by="recovery")
             self.ended += 1
+
+
+def _carries(pod: Pod, binding: Binding | None) -> bool:
+    """Whether the pod says that it is the binding's."""
+    told = binding_of(pod)
+    return binding is not None and told is not None and (told.owner, told.task_id) == (binding.owner, binding.task_id)
 
 
 def _claimed_at(pod: Pod) -> float:

@@ -483,6 +483,16 @@ async def test_of_two_pods_with_one_task_the_older_claim_is_kept(here: World) ->
     assert (await here.binding("t")).pod == older.name
 
 
+async def test_recovery_asks_for_no_record_of_a_pod_that_carries_what_its_record_says(here: World) -> None:
+    """Thousands of sandboxes in use cost a pass one list of records, not a look at each."""
+    for number in range(3):
+        await here.run(f"t{number}")
+    here.store.calls.clear()
+    await here.services.recovery.recover()
+    assert "get_binding" not in here.store.calls
+    assert len(here.provider.claimed) == 3
+
+
 async def test_recovery_ends_records_whose_pod_is_gone(here: World) -> None:
     bound = await ensure(here)
     await here.provider.lose_silently(bound.binding.pod)
