@@ -27,6 +27,7 @@ from manager.model import (
 from manager.services.claims import binding_of
 from manager.services.pods import Lead, PodWatch
 from manager.services.sandboxes import Sandboxes
+from manager.steps import in_steps
 from manager.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -122,11 +123,15 @@ class Recovery:
         bindings = [binding for binding in await self._store.list_bindings() if binding.state in _WITH_POD]
         held = {(binding.target, binding.pod): binding for binding in bindings}
         for target, pods in listed.items():
-            claimed = [pod for pod in pods if pod.labels.get(LABEL_STATE) != PodState.IDLE and not pod.deleting]
-            claimed.sort(key=_claimed_at)  # of two pods with one task the older claim is seen, and kept, first
-            for pod in claimed:
-                if _carries(pod, held.get((target, pod.name))):
-                    continue  # as nearly all do: thousands of them cost no look each
+            strange = [  # a few of thousands: those that carry what their record says cost no look each
+                pod
+                async for pod in in_steps(pods)
+                if pod.labels.get(LABEL_STATE) != PodState.IDLE
+                and not pod.deleting
+                and not _carries(pod, held.get((target, pod.name)))
+            ]
+            strange.sort(key=_claimed_at)  # of two pods with one task the older claim is seen, and kept, first
+            for pod in strange:
                 try:
                     await self._settle(self._watches[target], pod)
                 except StoreUnavailable:

@@ -49,6 +49,7 @@ from manager.providers.kubernetes.pod import (
     selector,
 )
 from manager.providers.kubernetes.watch import Changed, Listed, PodFollower, list_pods
+from manager.steps import in_steps
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class KubernetesProvider:
     async def list(self, labels: Mapping[str, str] | None = None) -> list[Pod]:
         found, _ = await list_pods(self._client, self._path, self._labels)
         wanted = (labels or {}).items()
-        pods = (pod_of(pod, self.name) for pod in found if not pod.ended)
+        pods = [pod_of(pod, self.name) async for pod in in_steps(found) if not pod.ended]
         return [pod for pod in pods if wanted <= pod.labels.items()]
 
     async def patch(

@@ -29,7 +29,7 @@ IDLE_SEC: Final = 50.0  # without a byte: longer than a live watch is ever silen
 AT_ONCE_SEC: Final = 1.0  # a watch that ended sooner, with nothing told, ended at once
 FIRST_PAUSE_SEC: Final = 1.0
 LAST_PAUSE_SEC: Final = 5.0
-PAGE: Final = 500
+PAGE: Final = 250
 LIST_SEC: Final = 30.0
 
 

@@ -29,6 +29,7 @@ from manager.model import Owner
 from manager.services.checkpoints import Checkpoints
 from manager.services.manifests import Manifest
 from manager.services.sources import Source, Sources
+from manager.services.sweeping import Sweeper
 from manager.store.blobs import read_blob
 from manager.store.cloud import CloudObjects
 from tests.support import tar_corpus, zip_corpus
@@ -187,21 +188,33 @@ async def test_an_empty_archive_is_no_workspace(at: At) -> None:
         assert "nothing in it" in (await refused(at, Source(archive_url=url))).message
 
 
-async def test_object_storage_that_is_away_leaves_nothing_and_says_so(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_object_storage_that_is_away_says_so_and_what_it_does_all_the_same_is_swept(
+    at: At, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = at.objects.put
-    puts = 0
+    late: list[tuple[str, bytes]] = []
 
-    async def fails(key: str, *words: Any, **options: Any) -> str:
-        nonlocal puts
+    async def unanswered(key: str, data: bytes, **options: Any) -> str:
         if key.startswith("layers/"):
-            puts += 1
+            late.append((key, data))
             raise StoreUnavailable("away")
-        return await real(key, *words, **options)
+        return await real(key, data, **options)
 
-    monkeypatch.setattr(at.objects, "put", fails)
+    async def leading() -> bool:
+        return True
+
+    monkeypatch.setattr(at.objects, "put", unanswered)
     async with at.serving(reply(tar_corpus.ordinary())) as url:
-        assert isinstance(await refused(at, Source(archive_url=url)), StoreUnavailable)
-    assert puts
+        with pytest.raises(StoreUnavailable):
+            await at.sources.prepare(ACME, "s1", Source(archive_url=url))
+    monkeypatch.undo()
+    assert late
+    for key, data in late:  # it had been carried out, and only the answer was lost
+        await at.objects.put(key, data)
+    sweeper = Sweeper(at.objects, at.checkpoints, leading, dead_sec=-2.0, grace_sec=0.0)
+    await sweeper.sweep_saves()
+    await sweeper.collect_due()
+    assert await at.left() == ["clock"]  # the sweeper's own
 
 
 async def test_a_caller_that_goes_away_leaves_nothing(at: At) -> None:
