@@ -22,13 +22,11 @@ from statistics import quantiles
 if __name__ == "__main__":  # started as a file, the tree's root is not where imports are looked for
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import aiohttp
-
 from benchmarks.harness import machine
+from benchmarks.harness.arrivals import Arrivals, Seen, called
 from benchmarks.harness.cluster import (
     NoControlPlane,
     World,
-    client,
     memory_bytes,
     patches_sec,
     processor_sec,
@@ -40,7 +38,6 @@ from tests.support.cluster.audit import AuditLog
 PUBLISHED = {"p50_ms": 92.0, "p99_ms": 376.0, "rate": 45.0, "writes": 23.0}  # of the best published figures
 MUST_P50_MS, MUST_P99_MS, MUST_WRITES = 40.0, 150.0, 2.0
 MUST_MEMORY_BYTES, MUST_RELIST_SEC = 300 << 20, 2.0
-COMMAND = {"command": ["echo", "hi"]}
 BEFORE_SEC = 2.0  # between the last pod's word and the first arrival
 
 
@@ -142,14 +139,13 @@ async def _rounds_on(made: World, flags: argparse.Namespace, rounds: int) -> Fig
         await asyncio.sleep(BEFORE_SEC)
         mark, before_sec = audit.mark(), processor_sec(pid)
         tasks = [f"r{rng.getrandbits(40):x}-{index}" for index in range(count)]
-        async with client() as session:
-            claimed = await _arrivals(session, made, tasks, flags.rate, rng)
-            used = processor_sec(pid) - before_sec
-            again = await _arrivals(session, made, tasks, flags.rate, rng)
+        claimed = await _arrivals(made, tasks, flags.rate, rng)
+        used = processor_sec(pid) - before_sec
+        again = await _arrivals(made, tasks, flags.rate, rng)
         if number:
-            times += [ms for ms, _ in claimed]
-            bound += [ms for ms, _ in again]
-            outcomes += Counter(outcome for _, outcome in claimed)
+            times += [seen.ms for seen in claimed]
+            bound += [seen.ms for seen in again]
+            outcomes += Counter(seen.outcome for seen in claimed)
             server += [1000 * seconds for seconds in await patches_sec(made, mark)]
             written = await audit.writes_of(made.account.user, mark)
             writes += sum(times for (_, what), times in written.items() if what.startswith("pods"))
@@ -175,31 +171,11 @@ async def _rounds_on(made: World, flags: argparse.Namespace, rounds: int) -> Fig
     )
 
 
-async def _arrivals(
-    session: aiohttp.ClientSession, made: World, tasks: Sequence[str], rate: float, rng: random.Random
-) -> list[tuple[float, str]]:
-    """For each task the milliseconds from its arrival to its answer, and how it was provided, or what went wrong."""
+async def _arrivals(made: World, tasks: Sequence[str], rate: float, rng: random.Random) -> list[Seen]:
     assert made.manager is not None
-    loop, address = asyncio.get_running_loop(), made.manager.address
-    at = loop.time()
-
-    async def one(task: str, arrival: float) -> tuple[float, str]:
-        await asyncio.sleep(arrival - loop.time())
-        try:
-            async with session.post(
-                f"{address}/sandbox/task/{task}/exec", json=COMMAND, headers=made.headers
-            ) as response:
-                answer = await response.json()
-        except (aiohttp.ClientError, TimeoutError) as why:
-            return 1000 * (loop.time() - arrival), type(why).__name__
-        right = answer.get("stdout") == "hi\n"
-        return 1000 * (loop.time() - arrival), answer["provisioned"] if right else str(answer.get("code", "wrong"))
-
-    calls = []
-    for task in tasks:
-        at += rng.expovariate(rate)
-        calls.append(asyncio.create_task(one(task, at), name=f"arrival-{task}"))
-    return list(await asyncio.gather(*calls))
+    address, seed = made.manager.address, rng.getrandbits(40)
+    said = Arrivals(address=address, headers=made.headers, tasks=list(tasks), rate=rate, seed=seed)
+    return await called(said)
 
 
 def _say(what: str) -> None:

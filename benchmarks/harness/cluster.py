@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 
 from manager.config import ManagerConfig
@@ -296,8 +295,3 @@ async def patches_sec(world: World, mark: int) -> Sequence[float]:
 
 
 _TIMES: Final = ("requestReceivedTimestamp", "stageTimestamp")
-
-
-def client() -> aiohttp.ClientSession:
-    """For calls of which any number may be under way."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60))
