@@ -249,11 +249,13 @@ async def _answered(
                     raise Forbidden(f"this call needs a key of the role {route.role}, this one has {principal.role}")
                 request[PRINCIPAL] = principal
                 services.in_flight.enter_of(principal.owner, services.config.project_requests)
+                young = None
                 try:
-                    await services.turns.of(principal.owner)
+                    young = await services.turns.begin(principal.owner)
                     services.rates.take(principal, services.config.key_requests_per_sec)
                     return await handler(request)
                 finally:
+                    services.turns.end(young)
                     services.in_flight.leave_of(principal.owner)
         return await handler(request)
     except web.HTTPException:
