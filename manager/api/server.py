@@ -30,6 +30,7 @@ from manager.errors import (
     InvalidRequest,
     ManagerError,
     NotFound,
+    RateLimited,
     ScopeRefused,
     ShuttingDown,
     StoreUnavailable,
@@ -58,6 +59,7 @@ SCOPE_HEADERS: Final = (TENANT_HEADER, PROJECT_HEADER, MEMBER_HEADER)
 _SCOPE_SPELLINGS: Final = SCOPE_HEADERS + tuple(name.replace("-", "_") for name in SCOPE_HEADERS)
 _RANK: Final = {Role.MEMBER: 0, Role.ADMIN: 1, Role.PLATFORM: 2}
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
+REFUSAL_SEC: Final = 0.1  # before a key's request over its rate is answered
 KEY_LOOK_SEC: Final = 2.0  # a key that was revoked ends its streams within this and what a manager remembers keys
 NO_KEY: Final = f"give an API key in the {API_KEY_HEADER} header; `sojourn-server keys create` makes one"
 
@@ -252,7 +254,7 @@ async def _answered(
                 young = None
                 try:
                     young = await services.turns.begin(principal.owner)
-                    services.rates.take(principal, services.config.key_requests_per_sec)
+                    await _within_rate(services, principal)
                     return await handler(request)
                 finally:
                     services.turns.end(young)
@@ -266,6 +268,15 @@ async def _answered(
         error = as_error(why)
         services.metrics.refused(error.code)
         return error_reply(error)
+
+
+async def _within_rate(services: Services, principal: Principal) -> None:
+    """Raises RateLimited, after a moment: who asks again at once, on many connections, else keeps the loop busy."""
+    try:
+        services.rates.take(principal, services.config.key_requests_per_sec)
+    except RateLimited:
+        await asyncio.sleep(REFUSAL_SEC)
+        raise
 
 
 async def _unmatched(request: web.Request, handler: Handler) -> web.StreamResponse:
