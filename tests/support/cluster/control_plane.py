@@ -31,7 +31,7 @@ from tests.support.cluster.certificates import Authority, Pair
 READY_SEC: Final = 120.0
 _END_SEC: Final = 20.0
 _LOG_TAIL_BYTES: Final = 3000
-_MEMORY: Final = "1GiB"  # each; Go then collects garbage instead of growing
+MEMORY: Final = "1GiB"  # each program; from there on Go collects garbage instead of growing
 SERVER_PORT: Final = 6443
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -111,11 +111,11 @@ def _self_contained(config: Any, beside: Path) -> Any:
 
 
 @contextlib.contextmanager
-def running(tools: Path) -> Iterator[ControlPlane]:
+def running(tools: Path, memory: str = MEMORY) -> Iterator[ControlPlane]:
     """A control plane from the programs in `tools`, ready; ended, with its data, on the way out."""
     parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
     with run_directory("sojourn-plane", parent) as directory, contextlib.ExitStack() as stack:
-        yield _Maker(tools, directory, stack).make()
+        yield _Maker(tools, directory, stack, memory).make()
 
 
 def free_loopback_address() -> str:
@@ -133,8 +133,9 @@ def free_loopback_address() -> str:
 
 
 class _Maker:
-    def __init__(self, tools: Path, directory: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, tools: Path, directory: Path, stack: contextlib.ExitStack, memory: str) -> None:
         self.tools = tools
+        self.memory = memory
         self.directory = directory
         self.stack = stack
         self.address = free_loopback_address()
@@ -214,7 +215,7 @@ class _Maker:
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [str(self.tools / program), *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                cwd=self.directory, env={"PATH": os.defpath, "HOME": str(self.directory), "GOMEMLIMIT": _MEMORY},
+                cwd=self.directory, env={"PATH": os.defpath, "HOME": str(self.directory), "GOMEMLIMIT": self.memory},
                 start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
         self.logs[program], self.processes[program] = log, process
