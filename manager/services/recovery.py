@@ -33,10 +33,13 @@ from manager.store.base import Store
 log = logging.getLogger(__name__)
 
 _WITH_POD: Final = (BindingState.BOUND, BindingState.CLOSING)
-EVERY_SEC: Final = 60.0
+EVERY_SEC: Final = 45.0
+LIST_SEC: Final = 600.0  # a pass takes the watch's word for what pods there are, but for one in so long
 _LOOK_SEC: Final = 5.0  # between two looks at who leads, and whether a pass is due
 _LEAD_SEC: Final = 15.0
 _STRAY_SEC: Final = 30.0  # a claimed pod that no record tells of is nobody's after this
+# Whoever dies, and whenever, a pod that is nobody's is gone within a minute: the next pass begins EVERY_SEC + _LOOK_SEC
+# after the last, and one that saw a pod too young is followed by another as soon as that is old enough.
 
 
 class Recovery:
@@ -53,10 +56,11 @@ class Recovery:
         self.ended = 0
         self.recounted = 0  # slots that were nobody's
         self._due_at = 0.0  # monotonic: of the next pass
+        self._list_at = 0.0  # monotonic: of the next pass that lists the pods
         self._settling: asyncio.Task[None] | None = None
 
     async def recover_forever(self) -> None:
-        """A pass a minute, and one as soon as this manager leads: whoever led before it may have died."""
+        """A pass every so often, and one as soon as this manager leads: whoever led before it may have died."""
         led = False
         while True:
             await asyncio.sleep(_LOOK_SEC * random.uniform(0.8, 1.2))
@@ -64,7 +68,7 @@ class Recovery:
                 leads = await self._lead("recovery", self._holder, _LEAD_SEC)
                 if leads and (not led or time.monotonic() >= self._due_at):
                     self._due_at = time.monotonic() + (EVERY_SEC if led else _STRAY_SEC)
-                    await self.recover()
+                    await self.recover(anew=not led)
                 led = leads
             except (ManagerError, OSError) as why:
                 log.warning("recovery_paused", extra={"why": str(why)})
@@ -114,11 +118,17 @@ class Recovery:
             self._settling = asyncio.create_task(self.recover(), name="recovery-of-all")
         await asyncio.shield(self._settling)
 
-    async def recover(self) -> None:
+    async def recover(self, *, anew: bool = True) -> None:
         """One pass, after which quotas can be counted. Raises StoreUnavailable, and what a provider's list raises; safe
-        to repeat."""
-        # Listed before the records are read: a pod made in between belongs to a record that is still claiming.
-        listed = {target: await watch.provider.list() for target, watch in self._watches.items()}
+        to repeat. `anew`: by lists of the pods, whatever the watches say; a list of thousands costs the API server and
+        this manager most of a second."""
+        if anew or time.monotonic() >= self._list_at:
+            anew, self._list_at = True, time.monotonic() + LIST_SEC
+        # Looked at before the records are read: a pod made in between belongs to a record that is still claiming.
+        listed = {
+            target: await watch.provider.list() if anew or not watch.synced else list(watch.pods.values())
+            for target, watch in self._watches.items()
+        }
         living = {(target, pod.name) for target, pods in listed.items() for pod in pods}
         bindings = [binding for binding in await self._store.list_bindings() if binding.state in _WITH_POD]
         held = {(binding.target, binding.pod): binding for binding in bindings}
@@ -162,8 +172,11 @@ class Recovery:
             await self._delete(watch, pod, "it was claimed and never bound")
 
     def _overdue(self, pod: Pod) -> bool:
-        """Older than any claim that may still be under way."""
-        return time.time() - _claimed_at(pod) > _STRAY_SEC
+        """Older than any claim that may still be under way; where it is not, there is a pass as soon as it is."""
+        left_sec = _claimed_at(pod) + _STRAY_SEC - time.time()
+        if left_sec >= 0:
+            self._due_at = min(self._due_at, time.monotonic() + left_sec)
+        return left_sec < 0
 
     async def _delete(self, watch: PodWatch, pod: Pod, why: str) -> None:
         log.warning("stray_pod_deleted", extra={"pod": pod.name, "why": why})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -491,6 +492,43 @@ async def test_recovery_asks_for_no_record_of_a_pod_that_carries_what_its_record
     await here.services.recovery.recover()
     assert "get_binding" not in here.store.calls
     assert len(here.provider.claimed) == 3
+
+
+async def test_recovery_takes_the_watchs_word_for_what_pods_there_are_while_it_is_up_to_date(here: World) -> None:
+    """A list of thousands costs most of a second; one is made where the watch may be behind, and now and then."""
+    await here.run("t")
+    await here.services.recovery.recover()  # with a list, as the first of a leader
+    listed = 0
+
+    async def count(call: str) -> None:
+        nonlocal listed
+        listed += call == "list"
+
+    here.provider.hook = count
+    await here.services.recovery.recover(anew=False)
+    assert listed == 0
+    here.provider.current = False
+    await here.services.recovery.recover(anew=False)
+    assert listed == 1
+    assert [pod.labels["sojourn/task"] for pod in here.provider.claimed] == [task_label(ACME, "t")]
+
+
+async def test_a_pod_that_is_nobodys_is_looked_at_again_as_soon_as_it_is_old_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F5: it is gone within a minute, although passes come less often."""
+    monkeypatch.setattr("manager.services.recovery._LOOK_SEC", 0.01)
+    monkeypatch.setattr("manager.services.recovery._STRAY_SEC", 1.0)
+    monkeypatch.setattr("manager.services.recovery.EVERY_SEC", 3600.0)
+    async with world(loops=True) as here:
+        await until(lambda: "list_bindings" in here.store.calls)  # the first pass; another comes a second after it
+        (stray,) = await here.warm()
+        labels = {LABEL_STATE: "claimed", "sojourn/task": task_label(ACME, "t"), "sojourn/sandbox": "s"}
+        notes = {"sojourn/tenant": "acme", "sojourn/project": "web", "sojourn/task-id-raw": "t", NOTE_TOKEN: "x"}
+        just_now = {"sojourn/bound-at": str(time.time() + 1.0)}  # too young for that one too
+        await here.provider.patch(stray.name, stray.version, labels, notes | just_now)
+        await until(lambda: not here.provider.pods)
+        assert here.services.recovery.deleted == 1
 
 
 async def test_recovery_ends_records_whose_pod_is_gone(here: World) -> None:

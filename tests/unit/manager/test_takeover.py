@@ -211,8 +211,9 @@ async def test_who_leads_anew_looks_at_all_pods_at_once(monkeypatch: pytest.Monk
         recovery = here.world.services.recovery
         assert await here.world.store.lead("recovery", "dead", 3600)
 
-        async def count() -> None:
+        async def count(*, anew: bool) -> None:
             nonlocal passed
+            assert anew
             passed += 1
 
         monkeypatch.setattr(recovery, "recover", count)
