@@ -1,10 +1,9 @@
-"""`python -m tests.support.cluster.claimer KUBECONFIG NAMESPACE REDIS_URL HOLDER [hasty]`: a manager that can be killed.
+"""A manager as a process of its own that can be killed at any moment.
 
-It is a process of its own. A hasty one takes what may be dead for dead sooner than managers do.
-
-It has a manager's services and loops over a real API server and a real store. Its pods have no executors: what would
-be said to them is taken for said. Each line that it is given, `ensure TASK` or `retire TASK`, it answers with the line
-and, for the first, the name of the pod that the task has.
+`python -m tests.support.cluster.claimer KUBECONFIG NAMESPACE REDIS_URL HOLDER [hasty]`. A hasty one takes what may be
+dead for dead sooner than managers do. It has a manager's services and loops over a real API server and a real store.
+Its pods have no executors: what would be said to them is taken for said. Each line that it is given, `ensure TASK` or
+`retire TASK`, it answers with the line and, for the first, the name of the pod that the task has.
 """
 
 from __future__ import annotations
