@@ -1,12 +1,15 @@
-"""The Helm chart installed: the seed's flow through its Service, and an upgrade under running commands.
+"""The Helm chart installed: the seed's flow through its Service, an upgrade under commands, restarts under load.
 
 Nodes and Services are played by the tests; control plane, helm, manager, executor and Valkey are the real ones.
+SOJOURN_RESTARTS_SEC=300 restarts the managers for as long as F31 asks; without it they are restarted once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from sojourn import AsyncClient
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.node_agent import OpenAgent
@@ -22,7 +26,8 @@ from tests.support.cluster.release import Release, prepared
 from tests.support.cluster.waiting import until_async
 
 WAIT = ("--wait", "--timeout", "240s")
-pytestmark = pytest.mark.timeout(1200)
+RESTARTS_SEC = float(os.environ.get("SOJOURN_RESTARTS_SEC", "1"))
+pytestmark = pytest.mark.timeout(1200 + 2 * RESTARTS_SEC)
 
 
 @pytest.fixture
@@ -150,3 +155,89 @@ async def all_asked_to_end(release: Release, before: set[str]) -> bool:
 
 async def only_new(release: Release, before: set[str]) -> bool:
     return not before & {found["metadata"]["name"] for found in await release.pods("manager")}
+
+
+class Load:
+    """What agents do all the time, by the SDK: a failed call ends it, with its error."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.over = asyncio.Event()
+        self.ran: dict[str, list[str]] = {}  # what the task's commands were told to write, by task
+        self.streams = self.fresh = 0
+
+    async def commands(self, task_id: str) -> None:
+        task, ran = self._client.task(task_id), self.ran.setdefault(task_id, [])
+        while not self.over.is_set():
+            word = secrets.token_hex(8)
+            ran.append(word)
+            result = await task.exec(f"echo {word} >>ran; echo did {word}", check=True)
+            assert result.stdout == f"did {word}\n", result
+
+    async def long_output(self, task_id: str) -> None:
+        """Longer than a manager that ends waits for it."""
+        task, lines = self._client.task(task_id), 150
+        while not self.over.is_set():
+            result = await task.exec(f"for i in $(seq {lines}); do echo $i; sleep 0.1; done", check=True)
+            assert result.stdout.split() == [str(number) for number in range(1, lines + 1)], result
+            self.streams += 1
+
+    async def newcomers(self) -> None:
+        while not self.over.is_set():
+            task = self._client.task(f"new-{self.fresh}")
+            result = await task.exec("ls", check=True)
+            assert result.stdout == "", result
+            await task.delete()
+            self.fresh += 1
+
+
+async def restart(release: Release, admin: KubeApi) -> None:
+    """As `kubectl rollout restart deployment/sandbox-gateway`; returns once the managers of before are gone."""
+    before = {found["metadata"]["name"] for found in await release.pods("manager")}
+    path = f"/apis/apps/v1/namespaces/{release.namespace}/deployments/sandbox-gateway"
+    stamp = {"kubectl.kubernetes.io/restartedAt": secrets.token_hex(8)}
+    await admin.patch(path, {"spec": {"template": {"metadata": {"annotations": stamp}}}})
+
+    async def rolled_out() -> bool:
+        found = await admin.get(path)
+        status, wanted = found["status"], found["spec"]["replicas"]
+        seen = status.get("observedGeneration") == found["metadata"]["generation"]
+        counts = [status.get(name, 0) for name in ("replicas", "updatedReplicas", "availableReplicas")]
+        return seen and counts == [wanted] * 3 and await only_new(release, before)
+
+    await until_async(rolled_out, "the managers of before are gone, and as many others serve", 240)
+
+
+async def test_managers_that_are_restarted_under_load_fail_no_call_and_run_no_command_twice(
+    release: Release, admin: KubeApi
+) -> None:
+    """F31"""
+    quick = {"settings": {"drain_sec": 5}}  # shorter than the streams: those are taken up elsewhere
+    await asyncio.to_thread(release, "install", *WAIT, values=quick)
+    await release.gateway.some(2)
+    restarts, now = 0, asyncio.get_running_loop().time
+    async with AsyncClient(f"http://{release.gateway.address}", await key_of(release)) as client:
+        load = Load(client)
+        async with asyncio.TaskGroup() as group:
+            for task_id in ("a", "a", "a", "b", "b"):
+                group.create_task(load.commands(task_id))
+            for task_id in ("a", "c"):
+                group.create_task(load.long_output(task_id))
+            group.create_task(load.newcomers())
+            await until_async(lambda: under_way(load), "every kind of call has been answered")
+            until = now() + RESTARTS_SEC
+            while now() < until:
+                await restart(release, admin)
+                restarts += 1
+            load.over.set()
+        for task_id, ran in load.ran.items():
+            lines = (await client.task(task_id).exec("cat ran")).stdout.split()
+            assert sorted(lines) == sorted(ran), "a command was lost, or run twice"
+    calls = sum(len(ran) for ran in load.ran.values())
+    told = f"{restarts} restarts: {calls} commands, {load.streams} streams, {load.fresh} new tasks, no failed call"
+    sys.stdout.write(f"{told}\n")
+    await asyncio.to_thread(release, "uninstall", *WAIT)
+
+
+async def under_way(load: Load) -> bool:
+    return bool(load.streams and load.fresh and all(len(ran) > 2 for ran in load.ran.values()))
