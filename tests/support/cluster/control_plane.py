@@ -52,11 +52,12 @@ class ControlPlane:
         """Whether this run made it: only then is there an audit log, and are nodes the tests' own."""
         return self.authority is not None
 
-    def certificate_kubeconfig(self, user: str, groups: Sequence[str] = ()) -> Path:
-        """For a user that a certificate names; only on a control plane of our own."""
+    def certificate_kubeconfig(self, user: str, groups: Sequence[str] = (), server: str = "") -> Path:
+        """For a user that a certificate names, at `server` where it is given; only on a control plane of our own."""
         assert self.authority is not None
         pair = self.authority.sign(user, groups)
-        return self._write(user, {"client-certificate": str(pair.certificate), "client-key": str(pair.key)})
+        files = {"client-certificate": str(pair.certificate), "client-key": str(pair.key)}
+        return self._write(user, files, server=server)
 
     def token_kubeconfig(self, name: str, token: str, namespace: str, server: str = "", ca: Path | None = None) -> Path:
         """For whom the token names, at `server` (such as a proxy) where it is given, whose CA then is `ca`."""

@@ -32,13 +32,13 @@ def executor_pod(name: str, **spec: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "labels": {"sojourn/state": "idle"}}, "spec": {**own, **spec}}
 
 
-async def run(pod: dict[str, Any], command: str) -> dict[str, Any]:
-    """What the executor of an `executor_pod` answers to one command."""
+async def run(pod: dict[str, Any], command: str, *, port: int = 8080, token: str = "") -> dict[str, Any]:
+    """What the executor of an `executor_pod`, or of one with another token, answers to one command."""
     name, ip = pod["metadata"]["name"], pod["status"]["podIP"]
-    headers = {"Authorization": f"Bearer {pod_token(SECRET, name)}", "Sandbox-Pod": name}
+    headers = {"Authorization": f"Bearer {token or pod_token(SECRET, name)}", "Sandbox-Pod": name}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
-        session.post(f"http://{ip}:8080/v1/exec", json={"command": command}) as answer,
+        session.post(f"http://{ip}:{port}/v1/exec", json={"command": command}) as answer,
     ):
         body: dict[str, Any] = await answer.json()
         assert answer.status == 200, body

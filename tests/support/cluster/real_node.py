@@ -1,15 +1,13 @@
 """A real node beside a control plane of the tests' own: kubelet, containerd and runc, as root.
 
-They run in process and mount namespaces of their own, so that all processes and mounts end with the test run, however
-it ends. Pods have a bridge of their own and no way out. What the machine cannot do is said by `missing`.
+They run in process, mount and network namespaces of their own, so that all processes, mounts, devices and rules end
+with the test run, however it ends. Pods have no way to a real network. What the machine cannot do is said by `missing`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
 import shutil
 import subprocess
 import time
@@ -22,6 +20,7 @@ from tests.support.children import die_with_parent, run_directory
 from tests.support.cluster import node_images
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.node_network import NodeNetwork, policies_account
 from tests.support.cluster.waiting import condition_of, until_async
 
 NAME: Final = "real-node"
@@ -30,7 +29,7 @@ _CNI: Final = Path("/usr/lib/cni")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PARENT: Final = Path("/var/tmp")
 _DIRECTORY: Final = "sojourn-realnode"
-_BRIDGE: Final = "sjnode-"
+_LINK: Final = "sjnode-"
 _CGROUP: Final = "sojourn-node-"
 _READY_SEC: Final = 120.0
 _TAIL_BYTES: Final = 4000
@@ -85,6 +84,7 @@ class RealNode:
     name: str
     directory: Path
     ctr: Path
+    network: NodeNetwork
 
     def load(self, archive: Path, name: str) -> str:
         """Imports an archive with an image called `name`; how pods name it by its digest."""
@@ -105,8 +105,9 @@ def missing() -> str:
     """What this machine lacks; empty where nothing is known to be."""
     if os.geteuid() != 0:
         return "root"
-    programs = [name for name in ("runc", "ip", "unshare") if shutil.which(name) is None]
-    programs += [f"{_CNI}/{name}" for name in ("bridge", "host-local", "loopback") if not (_CNI / name).exists()]
+    needed = ("runc", "ip", "unshare", "iptables-legacy")
+    programs = [name for name in needed if shutil.which(name) is None]
+    programs += [f"{_CNI}/{name}" for name in ("ptp", "host-local", "loopback") if not (_CNI / name).exists()]
     return ", ".join(programs)
 
 
@@ -115,22 +116,24 @@ async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path])
     """A node that is ready. Its pods must be gone before its end."""
     assert plane.authority is not None
     # /var/tmp: containers' file systems cannot lie on a tmpfs everywhere.
-    with run_directory(_DIRECTORY, _PARENT) as at, contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
+        at = stack.enter_context(run_directory(_DIRECTORY, _PARENT))
         _remove_left_behind()
-        bridge, cgroup = (prefix + at.name.removeprefix(f"{_DIRECTORY}-") for prefix in (_BRIDGE, _CGROUP))
-        address, subnet = stack.enter_context(_bridge(bridge))
+        link, cgroup = (prefix + at.name.removeprefix(f"{_DIRECTORY}-") for prefix in (_LINK, _CGROUP))
+        network = NodeNetwork.choose(link, plane)
+        await stack.enter_async_context(policies_account(at, api, plane))
         stack.enter_context(_cgroup(cgroup))
-        (at / "cni").mkdir()
-        (at / "cni" / "10.conflist").write_text(json.dumps(_network(at, bridge, subnet)))
+        network.write(at)
         (at / "containerd.toml").write_text(_CONTAINERD.format(at=at, pause=PAUSE, cni=_CNI))
-        settings = _KUBELET.format(at=at, address=address, ca=plane.authority.pair.certificate, cgroup=cgroup)
+        settings = _KUBELET.format(at=at, address=network.address, ca=plane.authority.pair.certificate, cgroup=cgroup)
         (at / "kubelet.yaml").write_text(settings)
-        kubeconfig = plane.certificate_kubeconfig(f"system:node:{NAME}", ["system:nodes"])
+        kubeconfig = plane.certificate_kubeconfig(f"system:node:{NAME}", ["system:nodes"], network.server)
         kubelet = (
             f"kubelet --config={at}/kubelet.yaml --kubeconfig={kubeconfig} --hostname-override={NAME} "
-            f"--node-ip={address} --root-dir={at}/kubelet --cert-dir={at}/pki"
+            f"--node-ip={network.address} --root-dir={at}/kubelet --cert-dir={at}/pki"
         )
         script = (
+            f"{network.setup(at, NAME)}"
             f"containerd -c {at}/containerd.toml >{at}/containerd.log 2>&1 & "
             f"while ! ctr -a {at}/containerd.sock version >/dev/null 2>&1; do sleep 0.2; done; "
             f"{kubelet} >{at}/kubelet.log 2>&1 & wait"
@@ -139,15 +142,16 @@ async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path])
         ctr = shutil.which("ctr", path=path)
         assert ctr is not None
         process = subprocess.Popen(
-            ["unshare", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child", "sh", "-c", script],
+            ["unshare", "--pid", "--fork", "--mount", "--mount-proc", "--net", "--kill-child", "sh", "-c", script],
             env={"PATH": path, "HOME": str(at)}, cwd=at, stdin=subprocess.DEVNULL,
             start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         try:
-            await until_async(lambda: _is_ready(api), "the node is ready", _READY_SEC)
-            node = RealNode(NAME, at, Path(ctr))
-            node.load(node_images.pause(at / "pause.tar", PAUSE), PAUSE)
-            yield node
+            with network.joined(process):
+                await until_async(lambda: _is_ready(api, process), "the node is ready", _READY_SEC)
+                node = RealNode(NAME, at, Path(ctr), network)
+                node.load(node_images.pause(at / "pause.tar", PAUSE), PAUSE)
+                yield node
         except AssertionError as why:
             raise AssertionError(f"{why}{_tails(at)}") from why
         finally:
@@ -157,16 +161,14 @@ async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path])
 
 
 def _remove_left_behind() -> None:
-    """Bridges and groups of runs that were killed: the directory of the same name is gone."""
-    for bridge in Path("/sys/class/net").glob(f"{_BRIDGE}*"):
-        if not (_PARENT / f"{_DIRECTORY}-{bridge.name.removeprefix(_BRIDGE)}").exists():
-            _ip("link", "del", bridge.name)
+    """Groups of runs that were killed: the directory of the same name is gone."""
     for group in (*_CGROUPS.glob(f"{_CGROUP}*"), *_CGROUPS.glob(f"*/{_CGROUP}*")):
         if not (_PARENT / f"{_DIRECTORY}-{group.name.removeprefix(_CGROUP)}").exists():
             _remove_groups(group)
 
 
-async def _is_ready(api: KubeApi) -> bool:
+async def _is_ready(api: KubeApi, process: subprocess.Popen[bytes]) -> bool:
+    assert process.poll() is None, f"the node ended with {process.returncode}"
     node = await api.find(f"/api/v1/nodes/{NAME}")
     return node is not None and condition_of(node, "Ready") == "True" and not node["spec"].get("taints")
 
@@ -176,30 +178,6 @@ def _tails(at: Path) -> str:
         f"\n--- end of {log.name}\n{log.read_bytes()[-_TAIL_BYTES:].decode(errors='replace')}"
         for log in sorted(at.glob("*.log"))
     )
-
-
-def _network(at: Path, bridge: str, subnet: str) -> dict[str, object]:
-    addresses = {"type": "host-local", "ranges": [[{"subnet": subnet}]], "dataDir": f"{at}/addresses"}
-    plugin = {"type": "bridge", "bridge": bridge, "isGateway": True, "ipMasq": False, "ipam": addresses}
-    return {"cniVersion": "1.0.0", "name": "tests", "plugins": [plugin]}
-
-
-@contextlib.contextmanager
-def _bridge(name: str) -> Iterator[tuple[str, str]]:
-    """The node's address, which is the pods' gateway, and the pods' subnet."""
-    third = secrets.randbelow(256)
-    address, subnet = f"10.77.{third}.1", f"10.77.{third}.0/24"
-    _ip("link", "add", name, "type", "bridge")
-    try:
-        _ip("addr", "add", f"{address}/24", "dev", name)
-        _ip("link", "set", name, "up")
-        yield address, subnet
-    finally:
-        _ip("link", "del", name)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,17 @@ RUNTIME: Final = Tools(
     "no_btrfs,no_zfs,no_devmapper",
     cgo=False,
 )
-_BUILT_AS: Final = {"server": "etcd"}  # where the Go command names a program after its directory
+# Holds its NetworkPolicies.
+POLICIES: Final = Tools(
+    "kube-network-policies",
+    _CLUSTER / "policies",
+    {"kube-network-policies": "sigs.k8s.io/kube-network-policies/cmd"},
+    cgo=False,
+)
+_BUILT_AS: Final = {
+    "server": "etcd",
+    "cmd": "kube-network-policies",
+}  # where the Go command names a program after its directory
 
 HOW_TO_GET: Final = (
     "set KUBECONFIG to a cluster for tests (kind, k3s), or install Go (https://go.dev/dl) and run `make test-cluster`, "
@@ -91,7 +101,7 @@ def versions() -> tuple[str, str]:
 
 def wanted() -> list[Tools]:
     """What this run's tests need."""
-    return [CONTROL_PLANE, *([KUBELET, RUNTIME] if os.environ.get("SOJOURN_REAL_NODE") else [])]
+    return [CONTROL_PLANE, *([KUBELET, RUNTIME, POLICIES] if os.environ.get("SOJOURN_REAL_NODE") else [])]
 
 
 def home(tools: Tools = CONTROL_PLANE) -> Path:
