@@ -1,7 +1,7 @@
 """Many claims through managers that are killed, with answers of the API server lost on the way.
 
-SOJOURN_MANY_CLAIMS=10000 makes it as long as it is meant to be (a quarter of an hour on two cores), with managers that wait
-for what may be dead as long as they always do."""
+SOJOURN_MANY_CLAIMS=10000 makes it as long as it is meant to be (a quarter of an hour on two cores), with managers that
+wait for what may be dead as long as they always do."""
 
 from __future__ import annotations
 
