@@ -6,6 +6,9 @@ It would lead packets to itself by nftables, which not every kernel can queue fr
 what pods send to the node itself. Not judged are the node's own packets (kubelet's probes), as on any node, and what
 the test run sends from `outside`, which stands for the node there.
 
+Services are kube-proxy's; the one called `kubernetes` leads to the API server. Their names are answered by a name
+server of the tests, in place of CoreDNS.
+
 Behind the node lies a public network, 11.0.0.0/24, with two servers; nothing in it is real.
 """
 
@@ -19,7 +22,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -72,11 +75,26 @@ policy POSTROUTING -s {subnet} -j NFQUEUE --queue-num {queue}
 policy POSTROUTING -d {subnet} -j NFQUEUE --queue-num {queue}
 policy INPUT -s {subnet} -m conntrack --ctstate NEW -j NFQUEUE --queue-num {queue}
 export PATH={at}/bin:$PATH
+kube-proxy --config={at}/proxy.yaml >{at}/proxy.log 2>&1 &
 KUBERNETES_SERVICE_HOST={name} KUBERNETES_SERVICE_PORT={port} kube-network-policies --hostname-override={node} \\
     --disable-nri --netfilter-bug-1766-fix=false --nfqueue-id={queue} --metrics-bind-address=127.0.0.1:9080 \\
     >{at}/policies.log 2>&1 &
 until grep -qs '^ *{queue} ' /proc/net/netfilter/nfnetlink_queue; do sleep 0.05; done
 set +e
+"""
+
+_PROXY: Final = """\
+apiVersion: kubeproxy.config.k8s.io/v1alpha1
+kind: KubeProxyConfiguration
+mode: iptables
+hostnameOverride: {node}
+bindAddress: {address}
+healthzBindAddress: 127.0.0.1:10256
+metricsBindAddress: 127.0.0.1:10249
+clientConnection: {{kubeconfig: {kubeconfig}}}
+clusterCIDR: {subnet}
+iptables: {{minSyncPeriod: 0s}}
+conntrack: {{maxPerCore: 0, min: 0, tcpCloseWaitTimeout: 0s, tcpEstablishedTimeout: 0s}}
 """
 
 
@@ -98,8 +116,11 @@ class NodeNetwork:
         """The API server's, in the node's namespaces."""
         return f"https://{API_NAME}:{SERVER_PORT}"
 
-    def write(self, at: Path) -> None:
+    def write(self, at: Path, node: str) -> None:
         """The files below `at` that `setup` and containerd read."""
+        kubeconfig = self.plane.certificate_kubeconfig("system:kube-proxy", server=self.server)
+        proxy = _PROXY.format(node=node, address=self.address, kubeconfig=kubeconfig, subnet=self.subnet)
+        (at / "proxy.yaml").write_text(proxy)
         (at / "hosts").write_text(f"127.0.0.1 localhost\n{self.outside} {API_NAME}\n")
         ipam = {
             "type": "host-local", "ranges": [[{"subnet": self.subnet}]], "routes": [{"dst": "0.0.0.0/0"}],
@@ -118,8 +139,8 @@ class NodeNetwork:
             port=SERVER_PORT, python=f"env PYTHONPATH={shlex.quote(str(_ROOT))} {shlex.quote(sys.executable)}",
         )  # fmt: skip
 
-    @contextlib.contextmanager
-    def joined(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def joined(self, process: subprocess.Popen[bytes]) -> AsyncIterator[None]:
         """The cable from here into the network of `process`, and the API server at its near end."""
         _until_own_network(process)
         _ip("link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", str(process.pid))
@@ -165,6 +186,24 @@ async def policies_account(at: Path, api: KubeApi, plane: ControlPlane) -> Async
     finally:
         await api.delete(f"{bindings}/{name}")
         await api.delete(f"{accounts}/{name}")
+
+
+@contextlib.asynccontextmanager
+async def api_service(address: str, api: KubeApi) -> AsyncIterator[None]:
+    """The endpoint of the Service `kubernetes`: the API server itself listens on a loopback address, which is none."""
+    base = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
+    await api.delete(f"{base}/kubernetes")  # of a run before
+    endpoint: dict[str, Any] = {
+        "metadata": {"name": "kubernetes", "labels": {"kubernetes.io/service-name": "kubernetes"}},
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
+        "ports": [{"name": "https", "port": SERVER_PORT, "protocol": "TCP"}],
+    }
+    await api.create(base, endpoint)
+    try:
+        yield
+    finally:
+        await api.delete(f"{base}/kubernetes")
 
 
 def _until_own_network(process: subprocess.Popen[bytes]) -> None:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.support.children import die_with_parent, run_directory
 from tests.support.cluster import node_images
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.node_network import NodeNetwork, policies_account
+from tests.support.cluster.node_names import DOMAIN, cluster_names
+from tests.support.cluster.node_network import NodeNetwork, api_service, policies_account
 from tests.support.cluster.waiting import condition_of, until_async
 
 NAME: Final = "real-node"
@@ -76,6 +78,8 @@ oomScoreAdj: 0
 evictionHard: {{memory.available: 50Mi}}
 podLogsDir: {at}/logs
 resolvConf: ""
+clusterDNS: [{names}]
+clusterDomain: {domain}
 """
 
 
@@ -93,6 +97,19 @@ class RealNode:
         pinned = f"{name.rpartition(':')[0]}@{digest}"
         self._ctr("images", "tag", "--force", name, pinned)
         return pinned
+
+    def run(self, pod: dict[str, Any], *command: str) -> str:
+        """What a command says in the pod's first container, as `kubectl exec` runs it."""
+        container = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
+        pipes = ("--exec-id", secrets.token_hex(4), "--fifo-dir", f"{self.directory}/fifo")
+        return self._ctr("tasks", "exec", *pipes, container, *command)
+
+    def logs(self) -> str:
+        """The ends of what the pods' containers have said."""
+        return "".join(
+            f"\n--- {log.relative_to(self.directory / 'logs')}\n{log.read_text(errors='replace')[-_TAIL_BYTES:]}"
+            for log in sorted((self.directory / "logs").rglob("*.log"))
+        )
 
     def _ctr(self, *arguments: str) -> str:
         command = [str(self.ctr), "-a", f"{self.directory}/containerd.sock", "-n", "k8s.io", *arguments]
@@ -123,9 +140,12 @@ async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path])
         network = NodeNetwork.choose(link, plane)
         await stack.enter_async_context(policies_account(at, api, plane))
         stack.enter_context(_cgroup(cgroup))
-        network.write(at)
+        network.write(at, NAME)
         (at / "containerd.toml").write_text(_CONTAINERD.format(at=at, pause=PAUSE, cni=_CNI))
-        settings = _KUBELET.format(at=at, address=network.address, ca=plane.authority.pair.certificate, cgroup=cgroup)
+        settings = _KUBELET.format(
+            at=at, address=network.address, ca=plane.authority.pair.certificate, cgroup=cgroup, names=network.outside,
+            domain=DOMAIN,
+        )  # fmt: skip
         (at / "kubelet.yaml").write_text(settings)
         kubeconfig = plane.certificate_kubeconfig(f"system:node:{NAME}", ["system:nodes"], network.server)
         kubelet = (
@@ -147,7 +167,7 @@ async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path])
             start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         try:
-            with network.joined(process):
+            async with network.joined(process), cluster_names(network.outside, api), api_service(network.outside, api):
                 await until_async(lambda: _is_ready(api, process), "the node is ready", _READY_SEC)
                 node = RealNode(NAME, at, Path(ctr), network)
                 node.load(node_images.pause(at / "pause.tar", PAUSE), PAUSE)

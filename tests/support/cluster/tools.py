@@ -70,10 +70,10 @@ POLICIES: Final = Tools(
     {"kube-network-policies": "sigs.k8s.io/kube-network-policies/cmd"},
     cgo=False,
 )
-_BUILT_AS: Final = {
-    "server": "etcd",
-    "cmd": "kube-network-policies",
-}  # where the Go command names a program after its directory
+# Its Services.
+PROXY: Final = Tools("kube-proxy", _CLUSTER / "proxy", {"kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy"}, cgo=False)
+# Where the Go command names a program after its directory.
+_BUILT_AS: Final = {"server": "etcd", "cmd": "kube-network-policies"}
 
 HOW_TO_GET: Final = (
     "set KUBECONFIG to a cluster for tests (kind, k3s), or install Go (https://go.dev/dl) and run `make test-cluster`, "
@@ -101,7 +101,7 @@ def versions() -> tuple[str, str]:
 
 def wanted() -> list[Tools]:
     """What this run's tests need."""
-    return [CONTROL_PLANE, *([KUBELET, RUNTIME, POLICIES] if os.environ.get("SOJOURN_REAL_NODE") else [])]
+    return [CONTROL_PLANE, *([KUBELET, RUNTIME, POLICIES, PROXY] if os.environ.get("SOJOURN_REAL_NODE") else [])]
 
 
 def home(tools: Tools = CONTROL_PLANE) -> Path:
