@@ -172,7 +172,7 @@ async def node(own_plane: ControlPlane, admin: KubeApi) -> AsyncIterator[RealNod
         pytest.skip("a real node is started only with SOJOURN_REAL_NODE=1")
     if lacking := missing():
         pytest.fail(f"a real node needs {lacking}", pytrace=False)
-    programs = [tools.find(each) for each in (tools.KUBELET, tools.RUNTIME, tools.POLICIES, tools.PROXY)]
+    programs = [tools.find(each) for each in tools.NODE]
     found = [directory for directory in programs if directory is not None]
     if len(found) != len(programs):
         pytest.fail("a real node needs its programs: run `SOJOURN_REAL_NODE=1 make test-cluster`", pytrace=False)

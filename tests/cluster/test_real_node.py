@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +27,11 @@ NAME = "test.invalid/sojourn/executor:1"
 NUMBERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "KILL": 5, "SETGID": 6, "SETUID": 7}
 
 
-async def run(pod: Pod, command: str) -> dict[str, Any]:
+async def run(pod: Pod, command: str, **fields: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {token_for(pod.name)}", "Sandbox-Pod": pod.name}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
-        session.post(f"{pod.address}/v1/exec", json={"command": command}) as answer,
+        session.post(f"{pod.address}/v1/exec", json={"command": command, **fields}) as answer,
     ):
         body: dict[str, Any] = await answer.json()
         assert answer.status == 200, body
@@ -43,19 +45,34 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return node_images.executor(directory / "executor.tar", NAME, build(directory))
 
 
+@pytest.fixture
+async def gvisor(node: RealNode, admin: KubeApi) -> AsyncIterator[str]:
+    """The name of a RuntimeClass whose pods run in gVisor."""
+    classes, name = "/apis/node.k8s.io/v1/runtimeclasses", f"gvisor-{secrets.token_hex(4)}"
+    await admin.create(classes, {"metadata": {"name": name}, "handler": "runsc"})
+    yield name
+    await admin.delete(f"{classes}/{name}")
+
+
 @pytest.mark.root
+@pytest.mark.parametrize("isolation", ["namespaces", "gvisor"])
 @pytest.mark.parametrize("tier", ["split", "single"])
 async def test_a_pod_of_the_provider_runs_commands_without_any_right_on_a_real_node(
     tier: Literal["split", "single"],
+    isolation: str,
     node: RealNode,
     admin: KubeApi,
     namespace: str,
     manager_account: Account,
+    gvisor: str,
     request: pytest.FixtureRequest,
 ) -> None:
     archive: Path = request.getfixturevalue("archive")  # made only where there is a node for it
     image = node.load(archive, NAME)
-    profile = Profile(name="real", image=image, cpu=1.0, memory_bytes=256 << 20, cluster=ClusterPod(tier=tier))
+    cluster = ClusterPod(tier=tier, runtime_class=gvisor if isolation == "gvisor" else None)
+    profile = Profile(
+        name="real", image=image, isolation=isolation, cpu=1.0, memory_bytes=256 << 20, cluster=cluster
+    )  # fmt: skip
     async with opened(manager_account) as provider:
         pod = await provider.create(profile, "p1", idle_labels(profile), {})
         try:
@@ -65,11 +82,22 @@ async def test_a_pod_of_the_provider_runs_commands_without_any_right_on_a_real_n
             assert told["stdout"].endswith("No such file or directory\nkept\n"), told  # no token of the cluster
             rights = {field: int(command[field], 16) for field in ("CapEff", "CapPrm", "CapInh", "CapAmb")}
             assert set(rights.values()) == {0}, rights
-            assert (command["NoNewPrivs"], command["Seccomp"]) == ("1", "2")
+            assert command["Seccomp"] == "2"
+            assert command.get("NoNewPrivs", "1") == "1"  # gVisor does not say
             executor = (await run(pod, "cat /proc/1/status"))["stdout"]
             held = int(next(line for line in executor.splitlines() if line.startswith("CapEff")).split()[1], 16)
             split = sum(1 << NUMBERS[name] for name in SPLIT_CAPABILITIES)
             assert held == (split if tier == "split" else 0)
+            kernel = (await run(pod, "cat /proc/version"))["stdout"]
+            assert ("gvisor" in kernel, kernel == Path("/proc/version").read_text()) == (
+                (True, False) if isolation == "gvisor" else (False, True)
+            )
+            ended = await run(pod, "sleep 1000 & (setsid sleep 1000 &); sleep 1000", timeout_sec=1)
+            assert ended["timed_out"], ended
+            left = await run(pod, "cat note; ps; head -c 5000000 /dev/zero | tr '\\0' x", max_output_bytes=1 << 20)
+            assert left["stdout"].startswith("kept\n")
+            assert "sleep 1000" not in left["stdout"]
+            assert left["stdout_bytes"] > 5_000_000
         finally:
             await provider.delete("p1")
         await pod_gone(admin, namespace, "p1")

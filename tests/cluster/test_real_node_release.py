@@ -1,7 +1,7 @@
 """The Helm chart installed on a real node, under the names that the seed gives: the flow through its Service.
 
-Pods, images, volumes, policies and kube-proxy are real. The cluster's DNS is played, sandboxes run by runc in gVisor's
-place, and the managers' image has this environment's Python instead of Debian's.
+Pods, gVisor, volumes, policies and kube-proxy are real. The cluster's DNS is played, and the managers' image has this
+environment's Python instead of Debian's.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ async def release(
         "redis": {"image": valkey, "storageClass": STORAGE, "size": "64Mi"},
         "objects": {"volume": {"storageClass": STORAGE, "size": "64Mi"}},
         "sandboxImage": executor,
-        "runtimeClass": {"handler": "runc"},
         "settings": {"leaving_sec": 1, "drain_sec": 10},
         "profiles": [{"name": "sandboxes-default", **small}, {"name": "sandboxes-pool", **small}],
     }
@@ -169,6 +168,7 @@ async def test_a_release_on_a_real_node_keeps_a_tasks_commands_in_one_pod_until_
     assert (first["stdout"], first["exit_code"]) == ("42\n", 0), first
     pod = await admin.get(f"/api/v1/namespaces/{JOBS}/pods/{first['pod_id']}")
     assert pod["spec"]["nodeName"] == node.name
+    assert "gvisor" in (await caller.exec("job", "cat /proc/version"))["stdout"]
     for _ in range(6):
         again = await caller.exec("job", "cat note.txt")
         assert (again["stdout"], again["pod_id"]) == ("kept\n", first["pod_id"])

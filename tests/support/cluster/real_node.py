@@ -1,4 +1,4 @@
-"""A real node beside a control plane of the tests' own: kubelet, containerd and runc, as root.
+"""A real node beside a control plane of the tests' own: kubelet, containerd, runc and gVisor, as root.
 
 They run in process, mount and network namespaces of their own, so that all processes, mounts, devices and rules end
 with the test run, however it ends. Pods have no way to a real network. What the machine cannot do is said by `missing`.
@@ -56,9 +56,29 @@ disable_apparmor = true
 default_runtime_name = "runc"
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runsc]
+runtime_type = "io.containerd.runsc.v1"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runsc.options]
+TypeUrl = "io.containerd.runsc.v1.options"
+ConfigPath = "{at}/runsc.toml"
 [plugins."io.containerd.cri.v1.runtime".cni]
 bin_dirs = ["{cni}"]
 conf_dir = "{at}/cni"
+"""
+
+_SHIM: Final = """\
+binary_name = "{at}/runsc"
+root = "{at}/runsc-root"
+[runsc_config]
+platform = "systrap"
+network = "sandbox"
+"""
+
+# runsc takes a pod's network for the machine's own where this directory has its files, which newer kernels show in all
+# networks.
+_RUNSC: Final = """\
+#!/bin/sh
+exec unshare --mount --propagation slave sh -c 'mount -t tmpfs none /proc/sys/net/core && exec "$0" "$@"' {runsc} "$@"
 """
 
 _KUBELET: Final = """\
@@ -159,8 +179,12 @@ async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path])
             f"{kubelet} >{at}/kubelet.log 2>&1 & wait"
         )
         path = ":".join([*map(str, programs), os.environ["PATH"]])
-        ctr = shutil.which("ctr", path=path)
+        ctr, runsc = shutil.which("ctr", path=path), shutil.which("runsc", path=path)
         assert ctr is not None
+        assert runsc is not None
+        (at / "runsc.toml").write_text(_SHIM.format(at=at))
+        (at / "runsc").write_text(_RUNSC.format(runsc=runsc))
+        (at / "runsc").chmod(0o755)
         process = subprocess.Popen(
             ["unshare", "--pid", "--fork", "--mount", "--mount-proc", "--net", "--kill-child", "sh", "-c", script],
             env={"PATH": path, "HOME": str(at)}, cwd=at, stdin=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, TextIO
 
@@ -37,6 +37,8 @@ class Tools:
     programs: Mapping[str, str]  # program -> the package it is built from
     tags: str = ""
     cgo: bool | None = None  # None: where there is a C compiler
+    # (module, file in it) -> the file of `source` that is built in its place
+    replaced: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 CONTROL_PLANE: Final = Tools(
@@ -72,8 +74,17 @@ POLICIES: Final = Tools(
 )
 # Its Services.
 PROXY: Final = Tools("kube-proxy", _CLUSTER / "proxy", {"kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy"}, cgo=False)
+# Its pods with a kernel of their own.
+GVISOR: Final = Tools(
+    "gVisor",
+    _CLUSTER / "gvisor",
+    {"runsc": "gvisor.dev/gvisor/runsc", "containerd-shim-runsc-v1": "gvisor.dev/gvisor/shim"},
+    cgo=False,
+    replaced={("github.com/containerd/containerd/v2", "pkg/sys/oom_linux.go"): "oom_linux.go"},
+)
+NODE: Final = (KUBELET, RUNTIME, POLICIES, PROXY, GVISOR)
 # Where the Go command names a program after its directory.
-_BUILT_AS: Final = {"server": "etcd", "cmd": "kube-network-policies"}
+_BUILT_AS: Final = {"server": "etcd", "cmd": "kube-network-policies", "shim": "containerd-shim-runsc-v1"}
 
 HOW_TO_GET: Final = (
     "set KUBECONFIG to a cluster for tests (kind, k3s), or install Go (https://go.dev/dl) and run `make test-cluster`, "
@@ -101,7 +112,7 @@ def versions() -> tuple[str, str]:
 
 def wanted() -> list[Tools]:
     """What this run's tests need."""
-    return [CONTROL_PLANE, *([KUBELET, RUNTIME, POLICIES, PROXY] if os.environ.get("SOJOURN_REAL_NODE") else [])]
+    return [CONTROL_PLANE, *(NODE if os.environ.get("SOJOURN_REAL_NODE") else ())]
 
 
 def home(tools: Tools = CONTROL_PLANE) -> Path:
@@ -111,6 +122,8 @@ def home(tools: Tools = CONTROL_PLANE) -> Path:
     for file in (tools.source / "go.mod", tools.source / "go.sum"):
         state.update(file.read_bytes())
     state.update(repr((tools.programs, _flags(tools), tools.cgo)).encode())
+    for own in tools.replaced.values():
+        state.update((tools.source / own).read_bytes())
     return cache / "sojourn" / "cluster-tools" / state.hexdigest()[:16]
 
 
@@ -171,7 +184,8 @@ def _go_build(tools: Tools, into: Path, out: TextIO) -> None:
     )  # fmt: skip
     if listed.returncode:
         raise NoTools(f"`go list` failed in {tools.source}:\n{listed.stderr[-3000:]}")
-    command = ["nice", "-n", str(_NICE), "go", "build", "-v", *_flags(tools), "-o", str(into), *packages]
+    replaced = _replaced(tools, into, env)
+    command = ["nice", "-n", str(_NICE), "go", "build", "-v", *_flags(tools), *replaced, "-o", str(into), *packages]
     with subprocess.Popen(
         command, cwd=tools.source, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True,
@@ -187,6 +201,25 @@ def _go_build(tools: Tools, into: Path, out: TextIO) -> None:
     if code:
         errors = "".join([line for line in said if line.strip() not in names][-60:])
         raise NoTools(f"`go build` failed in {tools.source} with exit code {code}:\n{errors}")
+
+
+def _replaced(tools: Tools, into: Path, env: Mapping[str, str]) -> Sequence[str]:
+    """The build's argument by which copies of modules, with our own files in them, are built."""
+    if not tools.replaced:
+        return ()
+    with (into / "build.mod").open("w") as modules:
+        modules.write((tools.source / "go.mod").read_text())
+        for number, ((module, file), own) in enumerate(tools.replaced.items()):
+            found = subprocess.run(
+                ["go", "list", "-m", "-f", "{{.Dir}}", module], cwd=tools.source, env=env, capture_output=True,
+                text=True, check=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            copy = into / f"module-{number}"
+            shutil.copytree(found.stdout.strip(), copy, copy_function=shutil.copyfile, dirs_exist_ok=True)
+            copy.joinpath(file).write_bytes((tools.source / own).read_bytes())
+            modules.write(f"\nreplace {module} => {copy}\n")
+    shutil.copyfile(tools.source / "go.sum", into / "build.sum")
+    return (f"-modfile={into / 'build.mod'}",)
 
 
 def _flags(tools: Tools) -> Sequence[str]:
