@@ -1,4 +1,4 @@
-"""The provider's pods on a real node: kubelet, containerd, runc, and the executor's bundle in an image."""
+"""The provider's pods on a real node: kubelet, containerd, runc and gVisor, and an image of ours on Debian."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from images.bundle.build import build
 from manager.model import ClusterPod, Pod, Profile
 from manager.providers.kubernetes.pod import SPLIT_CAPABILITIES
 from manager.services.pool import idle_labels
-from tests.support.cluster import node_images
+from tests.support import buildah
+from tests.support.cluster import debian
 from tests.support.cluster.accounts import Account
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.provider import opened
@@ -22,7 +23,7 @@ from tests.support.cluster.real_node import RealNode
 from tests.support.cluster.waiting import pod_gone
 from tests.support.local_pods import token_for
 
-NAME = "test.invalid/sojourn/executor:1"
+NAME = "test.invalid/sojourn/base:12"
 # Of linux/capability.h.
 NUMBERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "KILL": 5, "SETGID": 6, "SETUID": 7}
 
@@ -40,9 +41,14 @@ async def run(pod: Pod, command: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image with the executor."""
+    """The image that images/base/Containerfile makes, on a Debian that debootstrap makes."""
+    if lacking := buildah.missing() or debian.missing():
+        pytest.fail(lacking, pytrace=False)
     directory = tmp_path_factory.mktemp("image")
-    return node_images.executor(directory / "executor.tar", NAME, build(directory))
+    context = buildah.sandbox_context(directory / "context", build(directory))
+    with buildah.opened(directory / "buildah") as builder:
+        base = builder.imported(debian.root(), "sojourn-test-debian", env=debian.PATH)
+        return builder.saved(builder.build("base", context, FROM=base), directory / "image.tar", NAME)
 
 
 @pytest.fixture
@@ -88,6 +94,8 @@ async def test_a_pod_of_the_provider_runs_commands_without_any_right_on_a_real_n
             held = int(next(line for line in executor.splitlines() if line.startswith("CapEff")).split()[1], 16)
             split = sum(1 << NUMBERS[name] for name in SPLIT_CAPABILITIES)
             assert held == (split if tier == "split" else 0)
+            of_image = await run(pod, "git init -q made && ls -A made; . /etc/os-release; echo $ID; echo $HOME")
+            assert of_image["stdout"] == ".git\ndebian\n/home/sandbox\n", of_image
             kernel = (await run(pod, "cat /proc/version"))["stdout"]
             assert ("gvisor" in kernel, kernel == Path("/proc/version").read_text()) == (
                 (True, False) if isolation == "gvisor" else (False, True)

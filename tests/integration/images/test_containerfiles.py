@@ -8,7 +8,6 @@ import json
 import re
 import secrets
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +17,8 @@ import aiohttp
 import pytest
 
 from images.bundle.elf import loader_of
-from tests.support.executor_pod import IS_ROOT, ROOT
+from tests.support.buildah import Buildah, missing, opened, sandbox_context
+from tests.support.executor_pod import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # builds a bundle and an image
 
@@ -86,43 +86,10 @@ def test_what_a_containerfile_copies_is_sent_to_the_builder(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
-    program = shutil.which("buildah")
-    if program is None:
-        pytest.skip("no buildah here (Debian: apt-get install buildah)")
-    if not IS_ROOT:
-        pytest.skip("building without a container runtime needs root")
-    with_storage = Buildah(program, tmp_path_factory.mktemp("buildah"))
-    yield with_storage
-    with_storage.remove_everything()
-
-
-class Buildah:
-    """buildah with a storage of its own; the machine's images stay as they are."""
-
-    def __init__(self, program: str, directory: Path) -> None:
-        self._storage = [
-            "--root",
-            str(directory / "root"),
-            "--runroot",
-            str(directory / "run"),
-            "--storage-driver",
-            "vfs",
-        ]
-        self._program = program
-        self._directory = directory
-
-    def argv(self, *arguments: str) -> list[str]:
-        return [self._program, *self._storage, *arguments]
-
-    def __call__(self, *arguments: str) -> str:
-        done = subprocess.run(self.argv(*arguments), capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, f"buildah {arguments[0]}: {done.stderr[-3000:]}"
-        return done.stdout.strip()
-
-    def remove_everything(self) -> None:
-        self("rm", "--all")
-        self("rmi", "--all", "--force")
-        shutil.rmtree(self._directory, ignore_errors=True)
+    if (lacking := missing()) is not None:
+        pytest.skip(lacking)
+    with opened(tmp_path_factory.mktemp("buildah")) as found:
+        yield found
 
 
 def busybox_image(buildah: Buildah, directory: Path) -> str:
@@ -140,11 +107,7 @@ def busybox_image(buildah: Buildah, directory: Path) -> str:
     (rootfs / "etc" / "passwd").write_text("root:x:0:0::/:/bin/sh\nsomebody:x:1000:1000::/home/somebody:/bin/sh\n")
     (rootfs / "etc" / "group").write_text("root:x:0:\nsomebody:x:1000:\n")
     (rootfs / "home" / "somebody").mkdir()
-    container = buildah("from", "scratch")
-    buildah("add", container, str(rootfs), "/")
-    buildah("config", "--env", "PATH=/bin", container)
-    buildah("commit", container, "sojourn-test-busybox")
-    return "localhost/sojourn-test-busybox"
+    return buildah.imported(rootfs, "sojourn-test-busybox", env="PATH=/bin")
 
 
 @asynccontextmanager
@@ -187,16 +150,9 @@ async def _address(process: asyncio.subprocess.Process) -> str:
 async def test_the_base_image_is_built_on_one_without_a_c_library_and_runs_commands(
     buildah: Buildah, bundle: Path, tmp_path: Path, run_as: str
 ) -> None:
-    context = tmp_path / "context"
-    (context / "images").mkdir(parents=True)
-    shutil.copy(ROOT / "images" / "prepare.sh", context / "images")
-    (context / "dist").mkdir()
-    subprocess.run(["cp", "-a", bundle, context / "dist" / "sojourn-executor"], timeout=60, check=True)
-    base = busybox_image(buildah, tmp_path)
-    arguments = [f"--build-arg={one}" for one in (f"FROM={base}", "PACKAGES=", f"RUN_AS={run_as}")]
-    file = str(ROOT / "images" / "base" / "Containerfile")
-    buildah("bud", "--isolation", "chroot", "--pull-never", *arguments, "-f", file, "-t", "sojourn-test", str(context))
-    async with running(buildah, "localhost/sojourn-test") as (url, token), aiohttp.ClientSession() as session:
+    context = sandbox_context(tmp_path / "context", bundle)
+    image = buildah.build("base", context, FROM=busybox_image(buildah, tmp_path), PACKAGES="", RUN_AS=run_as)
+    async with running(buildah, image) as (url, token), aiohttp.ClientSession() as session:
         body = {"command": "id -u; id -g; echo $USER $HOME; pwd; echo kept > file; cat file; env"}
         async with session.post(f"{url}/v1/exec", json=body, headers={"Authorization": f"Bearer {token}"}) as answer:
             assert answer.status == 200, await answer.text()
