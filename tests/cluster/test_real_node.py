@@ -10,11 +10,9 @@ from typing import Any, Literal
 import aiohttp
 import pytest
 
-from images.bundle.build import build
 from manager.model import ClusterPod, Pod, Profile
 from manager.providers.kubernetes.pod import SPLIT_CAPABILITIES
 from manager.services.pool import idle_labels
-from tests.support import buildah
 from tests.support.cluster import debian
 from tests.support.cluster.accounts import Account
 from tests.support.cluster.api import KubeApi
@@ -42,13 +40,9 @@ async def run(pod: Pod, command: str, **fields: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The image that images/base/Containerfile makes, on a Debian that debootstrap makes."""
-    if lacking := buildah.missing() or debian.missing():
+    if lacking := debian.missing():
         pytest.fail(lacking, pytrace=False)
-    directory = tmp_path_factory.mktemp("image")
-    context = buildah.sandbox_context(directory / "context", build(directory))
-    with buildah.opened(directory / "buildah") as builder:
-        base = builder.imported(debian.root(), "sojourn-test-debian", env=debian.PATH)
-        return builder.saved(builder.build("base", context, FROM=base), directory / "image.tar", NAME)
+    return debian.base_image(tmp_path_factory.mktemp("image"), NAME)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from typing import Any, Final
 import pytest
 
 from images.bundle.build import build
-from tests.support import buildah
 from tests.support.cluster import debian, node_images, tools
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.control_plane import ControlPlane
@@ -24,7 +23,6 @@ from tests.support.cluster.helm import CHART, Helm, Refused
 from tests.support.cluster.pods import executor_pod, run
 from tests.support.cluster.real_node import RealNode
 from tests.support.cluster.waiting import pod_that, until_async
-from tests.support.executor_pod import ROOT
 
 NAMESPACE: Final = "sandbox"
 JOBS: Final = "sandbox-jobs"
@@ -89,24 +87,15 @@ async def volumes(admin: KubeApi, at: Path) -> AsyncIterator[None]:
             await admin.delete(f"{base}/{STORAGE}-{name}")
 
 
-def manager_image(directory: Path) -> Path:
-    """The image that images/manager/Containerfile makes, on a Debian that debootstrap makes."""
-    if lacking := buildah.missing() or debian.missing():
-        pytest.fail(lacking, pytrace=False)
-    with buildah.opened(directory / "buildah") as builder:
-        python = debian.root("python3", "python3-venv", "ca-certificates")
-        base = builder.imported(python, "sojourn-test-python", env=debian.PATH)
-        image = builder.build("manager", ROOT, trust=True, FROM=base)
-        return builder.saved(image, directory / "manager.tar", MANAGER)
-
-
 @pytest.fixture
 async def release(
     node: RealNode, plane: ControlPlane, admin: KubeApi, tmp_path: Path
 ) -> AsyncIterator[tuple[Helm, dict[str, Any]]]:
     """helm for this cluster, and the values to install the chart with: what the node has for it."""
     executor = node.load(node_images.executor(tmp_path / "executor.tar", EXECUTOR, build(tmp_path)), EXECUTOR)
-    manager = node.load(await asyncio.to_thread(manager_image, tmp_path), MANAGER)
+    if lacking := debian.missing():
+        pytest.fail(lacking, pytrace=False)
+    manager = node.load(await asyncio.to_thread(debian.manager_image, tmp_path, MANAGER), MANAGER)
     valkey = node.load(node_images.valkey(tmp_path / "valkey.tar", VALKEY), VALKEY)
     programs = tools.find()
     assert programs is not None

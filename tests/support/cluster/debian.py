@@ -1,4 +1,5 @@
-"""A Debian for images to be built on: made by debootstrap, once, and kept beside the cluster's tools."""
+"""Images of ours, as their Containerfiles make them, on a Debian that debootstrap makes: once, and kept beside the
+cluster's tools."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from images.bundle.build import build
+from tests.support import buildah
 from tests.support.cluster import tools
+from tests.support.executor_pod import ROOT
 
 RELEASE: Final = "bookworm"
 PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -19,9 +23,25 @@ _MAKE_SEC: Final = 900.0
 
 
 def missing() -> str | None:
-    """What this machine lacks; None where nothing is known to be."""
-    found = shutil.which("debootstrap")
-    return None if found else "no debootstrap here (Debian: apt-get install debootstrap)"
+    """What this machine lacks, as a sentence; None where nothing is known to be."""
+    if shutil.which("debootstrap") is None:
+        return "no debootstrap here (Debian: apt-get install debootstrap)"
+    return buildah.missing()
+
+
+def base_image(directory: Path, name: str) -> Path:
+    """An archive, in `directory`, with the image that images/base makes."""
+    context = buildah.sandbox_context(directory / "context", build(directory))
+    with buildah.opened(directory / "buildah") as builder:
+        debian = builder.imported(root(), "sojourn-test-debian", env=PATH)
+        return builder.saved(builder.build("base", context, FROM=debian), directory / "base.tar", name)
+
+
+def manager_image(directory: Path, name: str) -> Path:
+    """The same of the image that images/manager makes."""
+    with buildah.opened(directory / "buildah") as builder:
+        python = builder.imported(root("python3", "python3-venv", "ca-certificates"), "sojourn-test-python", env=PATH)
+        return builder.saved(builder.build("manager", ROOT, trust=True, FROM=python), directory / "manager.tar", name)
 
 
 def root(*packages: str) -> Path:
