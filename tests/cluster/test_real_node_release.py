@@ -31,6 +31,7 @@ EXECUTOR: Final = "test.invalid/sojourn/executor:1"
 MANAGER: Final = "test.invalid/sojourn/manager:1"
 VALKEY: Final = "test.invalid/sojourn/valkey:1"
 STORAGE: Final = "of-the-node"
+DYNAMIC: Final = "made-on-the-node"
 WAIT: Final = ("--wait", "--timeout", "240s")
 # Runs in a pod: one call of a task. Arguments: method, path, key, body.
 CALL: Final = """
@@ -106,10 +107,15 @@ async def release(
         "objects": {"volume": {"storageClass": STORAGE, "size": "64Mi"}},
         "sandboxImage": executor,
         "settings": {"leaving_sec": 1, "drain_sec": 10},
-        "profiles": [{"name": "sandboxes-default", **small}, {"name": "sandboxes-pool", **small}],
+        "profiles": [
+            {"name": "sandboxes-default", "workspace": "volume", "storage_class": DYNAMIC, **small},
+            {"name": "sandboxes-pool", **small},
+        ],
     }
     await admin.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
     helm = Helm(programs / "helm", tmp_path, plane.admin_kubeconfig)
+    classes = "/apis/storage.k8s.io/v1/storageclasses"
+    await admin.create(classes, {"metadata": {"name": DYNAMIC}, "provisioner": "kubernetes.io/host-path"})
     async with volumes(admin, node.directory):
         try:
             yield helm, values
@@ -125,6 +131,13 @@ async def release(
                     return await admin.find(f"/api/v1/namespaces/{namespace}") is None
 
                 await until_async(gone, f"{namespace} is gone", 120)
+
+            async def given_back() -> bool:
+                found = await admin.list("/api/v1/persistentvolumes")
+                return not [volume for volume in found if volume["spec"].get("storageClassName") == DYNAMIC]
+
+            await until_async(given_back, "the node has its volumes' room again", 120)
+            await admin.delete(f"{classes}/{DYNAMIC}")
 
 
 async def said(admin: KubeApi) -> str:
@@ -170,6 +183,7 @@ async def test_a_release_on_a_real_node_keeps_a_tasks_commands_in_one_pod_until_
     pod = await admin.get(f"/api/v1/namespaces/{JOBS}/pods/{first['pod_id']}")
     assert pod["spec"]["nodeName"] == node.name
     assert "gvisor" in (await caller.exec("job", "cat /proc/version"))["stdout"]
+    assert any("ephemeral" in volume for volume in pod["spec"]["volumes"])  # a claim of the pod's own
     for _ in range(6):
         again = await caller.exec("job", "cat note.txt")
         assert (again["stdout"], again["pod_id"]) == ("kept\n", first["pod_id"])
