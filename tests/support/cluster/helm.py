@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import yaml
 
+from tests.support.children import die_with_parent
+
 CHART: Final = Path(__file__).resolve().parents[3] / "helm" / "sojourn"
 CALL_SEC: Final = 300
 DIGEST: Final = "sha256:" + "ab" * 32
@@ -66,8 +68,9 @@ class Helm:
         if values is not None:
             command += ["--values", str(self._written(values))]
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=CALL_SEC, check=False, stdin=subprocess.DEVNULL
-        )
+            command, env=env, capture_output=True, text=True, timeout=CALL_SEC, check=False, stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+        )  # fmt: skip
         if done.returncode:
             raise Refused(done.stderr + done.stdout)
         return done.stdout
