@@ -24,7 +24,7 @@ HOLDER_SEC: Final = 60.0  # a manager that has not touched its leases for so lon
 _REVOKED: Final = "revoked"  # in place of a key's copy
 _REVOKED_SEC: Final = 3600.0
 _HOLDING_SEC: Final = 86_400.0
-_BATCH: Final = 500  # sandboxes a script looks at: some ms, in which Redis serves nobody else
+_BATCH: Final = 200  # sandboxes a script looks at: a few ms, in which Redis serves nobody else
 _CLOCK_STEP_SEC: Final = 10.0  # a difference between Redis' clock and ours that no slow answer explains
 _RETRY_QUOTA_SEC: Final = (1.0, 60.0)  # what Retry-After says at least and at most
 _CLOCK_TRUST_SEC: Final = 1.0  # an answer that took longer says nothing about the clock
@@ -127,7 +127,8 @@ class RedisStore:
                 "SCAN", cursor, "MATCH", f"{keys.PREFIX}slots:*", "COUNT", _BATCH
             )
             for key in found:
-                wrong += await self._client.run(_RECOUNT, [key])
+                for ids in _batches(await self._client.command("ZRANGE", key, 0, -1)):
+                    wrong += await self._client.run(_RECOUNT, [key], ids)
             if str(cursor) == "0":
                 return wrong
 

@@ -331,8 +331,9 @@ async def test_slots_of_nobody_are_found_and_given_back(store: Store, raw: Redis
     """F5"""
     kept, ended = await bound(store, "kept"), await bound(store, "ended")
     await store.end_binding(ended, ENDED)
-    await raw.zadd(keys.slots_key(ACME), {ended.sandbox_id: "+inf", "unknown": "+inf"})
-    assert await store.recount() == 2
+    nobodys = {ended.sandbox_id, *(f"unknown-{number}" for number in range(500))}
+    await raw.zadd(keys.slots_key(ACME), dict.fromkeys(nobodys, "+inf"))
+    assert await store.recount() == len(nobodys)
     assert await store.recount() == 0
     assert await raw.zrange(keys.slots_key(ACME), 0, -1) == [kept.sandbox_id]
 
@@ -610,7 +611,7 @@ async def test_a_great_many_leases_are_touched_in_one_round_trip(store: Store, r
     await store.touch_leases("m1", counts)
     before = (await raw.info("commandstats"))["cmdstat_evalsha"]["calls"]
     await store.touch_leases("m1", counts)
-    assert (await raw.info("commandstats"))["cmdstat_evalsha"]["calls"] - before == 3
+    assert (await raw.info("commandstats"))["cmdstat_evalsha"]["calls"] - before == 6, "in parts, so that Redis serves others between"
     assert await raw.scard(keys.holding_key("m1")) == 1200
     assert (await lease_of(store, made[-1].sandbox_id)).operations == 1
     await store.drop_holder("m1")

@@ -1,12 +1,11 @@
--- KEYS: slots. Makes the owner's slots those of its sandboxes that have not ended. Returns how many were wrong.
+-- KEYS: slots. ARGV: sandbox ids that were among them. Takes those away that have ended or are unknown; returns how many.
 local wrong = 0
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+for _, id in ipairs(ARGV) do
   local key = redis.call('GET', SANDBOX .. id)
   local state = key and redis.call('HGET', key, 'state')
   if not state or state == 'ended' or redis.call('HGET', key, 'sandbox_id') ~= id then
-    redis.call('ZREM', KEYS[1], id)
+    wrong = wrong + redis.call('ZREM', KEYS[1], id)
     redis.call('SREM', LIVE, id)
-    wrong = wrong + 1
   end
 end
 return wrong
