@@ -14,8 +14,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 
@@ -23,15 +23,18 @@ if __name__ == "__main__":  # started as a file, the tree's root is not where im
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import machine
+from benchmarks.harness.cluster import NoControlPlane, served
+from manager.model import Owner
 from manager.store.embedded import embedded_valkey
 from sojourn import AsyncClient
 from tests.support.cluster import control_plane, debian, real_node, tools
 from tests.support.cluster.accounts import Account, account
 from tests.support.cluster.api import KubeApi, connected
 from tests.support.cluster.waiting import until_async
-from tests.support.server_process import Stack, started
+from tests.support.server_process import Stack
 
 NAMESPACE = "sandbox-jobs"
+OWNER = Owner("bench", "node")
 IMAGE = "test.invalid/sojourn/base:12"
 ISOLATIONS = ("namespaces", "gvisor")
 CALM_SEC = 3.0  # from a warm pod's readiness to the next claim
@@ -57,10 +60,6 @@ pool = {{ size = {pool} }}
 """
 
 
-class NoNode(Exception):
-    """There is none to measure on; the message says why."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new", type=int, default=8, help="new tasks for each figure (8)")
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="sojourn-node-") as name:
             report = asyncio.run(_measure(flags, Path(name)))
-    except NoNode as why:
+    except NoControlPlane as why:
         print(why, file=sys.stderr)
         return 2
     print(json.dumps(report, indent=2) if flags.json else _table(report))
@@ -83,7 +82,7 @@ async def _measure(flags: argparse.Namespace, directory: Path) -> dict[str, obje
     programs = [tools.find(each) for each in (tools.CONTROL_PLANE, *tools.NODE)]
     found = [directory for directory in programs if directory is not None]
     if lacking or len(found) != len(programs):
-        raise NoNode(
+        raise NoControlPlane(
             f"no real node: {lacking or 'run `SOJOURN_REAL_NODE=1 make test-cluster`, which builds what it needs'}"
         )
     _say("building the image")
@@ -112,7 +111,7 @@ async def _measure(flags: argparse.Namespace, directory: Path) -> dict[str, obje
             config.write_text(_config(rights, image, isolation))
             try:
                 own = {**env, "SOJOURN_CONFIG": str(config)}
-                async with _serving(directory, own) as (server, key), AsyncClient(server.address, key) as client:
+                async with served(directory, own, OWNER) as (server, key), AsyncClient(server.address, key) as client:
                     report[isolation] = await _times(client, server, key, isolation, flags)
             finally:
                 await admin.call("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods", query={"gracePeriodSeconds": "1"})
@@ -129,29 +128,6 @@ def _config(rights: Account, image: str, isolation: str) -> str:
 
 async def _empty(admin: KubeApi) -> bool:
     return not await admin.list(f"/api/v1/namespaces/{NAMESPACE}/pods")
-
-
-@asynccontextmanager
-async def _serving(directory: Path, env: dict[str, str]) -> AsyncIterator[tuple[Stack, str]]:
-    make = ("keys", "create", "--tenant", "bench", "--project", "node", "--role", "admin")
-    async with started(directory / "keys", *make, **env) as keys:
-        if await keys.ended() != 0:
-            raise NoNode("no key could be made:\n" + "\n".join(keys.lines))
-    async with started(directory / "manager", "serve", **env) as server:
-        server.address = json.loads(await server.said('"serving"'))["address"]
-        reading = asyncio.create_task(_read_on(server), name="manager-output")
-        try:
-            yield server, keys.lines[-1]
-        finally:
-            reading.cancel()
-            await asyncio.wait([reading])
-
-
-async def _read_on(server: Stack) -> None:
-    """Nobody's log may fill its pipe."""
-    assert server.process.stdout is not None
-    while raw := await server.process.stdout.readline():
-        server.lines.append(raw.decode(errors="replace").rstrip("\n"))
 
 
 async def _times(

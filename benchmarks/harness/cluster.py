@@ -10,7 +10,7 @@ import asyncio
 import gc
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -245,20 +245,29 @@ async def world(directory: Path, warm_ballast: int, *, load_now: bool = False) -
 
 @asynccontextmanager
 async def serving(world: World) -> AsyncIterator[Stack]:
-    """`manager serve` as a process of its own."""
-    make = ("keys", "create", "--tenant", OWNER.tenant, "--project", OWNER.project, "--role", "admin")
-    async with started(world.directory / "keys", *make, **world.env) as keys:
-        if await keys.ended() != 0:
-            raise NoControlPlane("no key could be made:\n" + "\n".join(keys.lines))
-    world.headers = {"X-Api-Key": keys.lines[-1]}
-    async with started(world.directory / "manager", "serve", **world.env) as stack:
-        stack.address = json.loads(await stack.said('"serving"'))["address"]
-        reading = asyncio.create_task(_read_on(stack), name="manager-output")
+    """`manager serve` as a process of its own, before the world's pods."""
+    async with served(world.directory, world.env, OWNER) as (stack, key):
+        world.headers = {"X-Api-Key": key}
         world.manager = stack
         try:
             yield stack
         finally:
             world.manager = None
+
+
+@asynccontextmanager
+async def served(directory: Path, env: Mapping[str, str], owner: Owner) -> AsyncIterator[tuple[Stack, str]]:
+    """`manager serve` and a key of the owner's. Raises NoControlPlane."""
+    make = ("keys", "create", "--tenant", owner.tenant, "--project", owner.project, "--role", "admin")
+    async with started(directory / "keys", *make, **env) as keys:
+        if await keys.ended() != 0:
+            raise NoControlPlane("no key could be made:\n" + "\n".join(keys.lines))
+    async with started(directory / "manager", "serve", **env) as stack:
+        stack.address = json.loads(await stack.said('"serving"'))["address"]
+        reading = asyncio.create_task(_read_on(stack), name="manager-output")
+        try:
+            yield stack, keys.lines[-1]
+        finally:
             reading.cancel()
             await asyncio.wait([reading])
 
