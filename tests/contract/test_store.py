@@ -611,7 +611,9 @@ async def test_a_great_many_leases_are_touched_in_one_round_trip(store: Store, r
     await store.touch_leases("m1", counts)
     before = (await raw.info("commandstats"))["cmdstat_evalsha"]["calls"]
     await store.touch_leases("m1", counts)
-    assert (await raw.info("commandstats"))["cmdstat_evalsha"]["calls"] - before == 6, "in parts, so that Redis serves others between"
+    assert (await raw.info("commandstats"))["cmdstat_evalsha"]["calls"] - before == 6, (
+        "in parts, so that Redis serves others between"
+    )
     assert await raw.scard(keys.holding_key("m1")) == 1200
     assert (await lease_of(store, made[-1].sandbox_id)).operations == 1
     await store.drop_holder("m1")
