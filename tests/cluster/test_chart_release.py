@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 
 from sojourn import AsyncClient
+from tests.support.cluster.agents import Agents
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.node_agent import OpenAgent
@@ -157,40 +158,6 @@ async def only_new(release: Release, before: set[str]) -> bool:
     return not before & {found["metadata"]["name"] for found in await release.pods("manager")}
 
 
-class Load:
-    """What agents do all the time, by the SDK: a failed call ends it, with its error."""
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-        self.over = asyncio.Event()
-        self.ran: dict[str, list[str]] = {}  # what the task's commands were told to write, by task
-        self.streams = self.fresh = 0
-
-    async def commands(self, task_id: str) -> None:
-        task, ran = self._client.task(task_id), self.ran.setdefault(task_id, [])
-        while not self.over.is_set():
-            word = secrets.token_hex(8)
-            ran.append(word)
-            result = await task.exec(f"echo {word} >>ran; echo did {word}", check=True)
-            assert result.stdout == f"did {word}\n", result
-
-    async def long_output(self, task_id: str) -> None:
-        """Longer than a manager that ends waits for it."""
-        task, lines = self._client.task(task_id), 150
-        while not self.over.is_set():
-            result = await task.exec(f"for i in $(seq {lines}); do echo $i; sleep 0.1; done", check=True)
-            assert result.stdout.split() == [str(number) for number in range(1, lines + 1)], result
-            self.streams += 1
-
-    async def newcomers(self) -> None:
-        while not self.over.is_set():
-            task = self._client.task(f"new-{self.fresh}")
-            result = await task.exec("ls", check=True)
-            assert result.stdout == "", result
-            await task.delete()
-            self.fresh += 1
-
-
 async def restart(release: Release, admin: KubeApi) -> None:
     """As `kubectl rollout restart deployment/sandbox-gateway`; returns once the managers of before are gone."""
     before = {found["metadata"]["name"] for found in await release.pods("manager")}
@@ -217,27 +184,14 @@ async def test_managers_that_are_restarted_under_load_fail_no_call_and_run_no_co
     await release.gateway.some(2)
     restarts, now = 0, asyncio.get_running_loop().time
     async with AsyncClient(f"http://{release.gateway.address}", await key_of(release)) as client:
-        load = Load(client)
+        agents = Agents(client)
         async with asyncio.TaskGroup() as group:
-            for task_id in ("a", "a", "a", "b", "b"):
-                group.create_task(load.commands(task_id))
-            for task_id in ("a", "c"):
-                group.create_task(load.long_output(task_id))
-            group.create_task(load.newcomers())
-            await until_async(lambda: under_way(load), "every kind of call has been answered")
+            work = group.create_task(agents.run(("a", "a", "a", "b", "b"), ("a", "c")))
+            await until_async(agents.under_way, "every kind of call has been answered")
             until = now() + RESTARTS_SEC
             while now() < until:
                 await restart(release, admin)
                 restarts += 1
-            load.over.set()
-        for task_id, ran in load.ran.items():
-            lines = (await client.task(task_id).exec("cat ran")).stdout.split()
-            assert sorted(lines) == sorted(ran), "a command was lost, or run twice"
-    calls = sum(len(ran) for ran in load.ran.values())
-    told = f"{restarts} restarts: {calls} commands, {load.streams} streams, {load.fresh} new tasks, no failed call"
-    sys.stdout.write(f"{told}\n")
+            agents.over.set()
+    sys.stdout.write(f"{restarts} restarts: {work.result()}, no failed call\n")
     await asyncio.to_thread(release, "uninstall", *WAIT)
-
-
-async def under_way(load: Load) -> bool:
-    return bool(load.streams and load.fresh and all(len(ran) > 2 for ran in load.ran.values()))

@@ -9,18 +9,20 @@ import asyncio
 import contextlib
 import json
 import shlex
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+import sojourn
 from images.bundle.build import build
-from tests.support.cluster import debian, node_images, tools
+from tests.support.cluster import agents, debian, node_images, tools
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.helm import CHART, Helm, Refused
-from tests.support.cluster.pods import executor_pod, run
+from tests.support.cluster.pods import executor_pod, put_archive, run
 from tests.support.cluster.real_node import RealNode
 from tests.support.cluster.waiting import pod_that, until_async
 
@@ -45,6 +47,47 @@ try:
 except urllib.error.HTTPError as refused:
     print(json.dumps([refused.code, refused.read().decode()]))
 """
+SDK: Final = "sdk"  # where a caller has it
+PYTHON: Final = "/opt/sojourn/bin/python3"
+# Runs in a sandbox: for so many seconds, a hundred connections at once to each place. [how many were tried, accepted]
+STORM: Final = """
+import json, select, socket, sys, time
+places, until = json.loads(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+tried = accepted = 0
+while time.monotonic() < until:
+    poll, calls = select.poll(), {}
+    for place in places:
+        for _ in range(100):
+            call = socket.socket()
+            call.setblocking(False)
+            call.connect_ex(tuple(place))
+            calls[call.fileno()] = call
+            poll.register(call, select.POLLOUT)
+    tried += len(calls)
+    time.sleep(0.1)
+    for number, event in poll.poll(0):
+        accepted += event & select.POLLOUT and calls[number].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+    for call in calls.values():
+        call.close()
+print(json.dumps([tried, accepted]))
+"""
+STORM_SEC: Final = 20
+# Runs in a pod, with the SDK: how long commands take.
+TIMES: Final = """
+import asyncio, json, sys, time
+from sojourn import AsyncClient
+async def main(url, key, task_id):
+    took = []
+    async with AsyncClient(url, key) as client:
+        for _ in range(100):
+            began = time.monotonic()
+            await client.task(task_id).exec(["true"], check=True)
+            took.append(time.monotonic() - began)
+    took.sort()
+    print(json.dumps([took[50], took[-1]]))
+asyncio.run(main(*sys.argv[1:]))
+"""
+AGENTS: Final = Path(agents.__file__).read_text("utf-8")
 MANAGERS: Final = "app.kubernetes.io/component=manager"
 pytestmark = [pytest.mark.root, pytest.mark.timeout(1200)]
 
@@ -55,11 +98,16 @@ class Caller:
     def __init__(self, pod: dict[str, Any], key: str = "") -> None:
         self.pod, self.key = pod, key
 
+    async def python(self, program: str, *arguments: str) -> str:
+        """What a program with the SDK says."""
+        command = f"PYTHONPATH={SDK} {PYTHON} -c {shlex.quote(program)} {shlex.join(arguments)}"
+        told = await run(self.pod, command)
+        assert told["exit_code"] == 0, told
+        return str(told["stdout"])
+
     async def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         arguments = [f"{GATEWAY}{path}", method, self.key, "" if body is None else json.dumps(body)]
-        told = await run(self.pod, f"/opt/sojourn/bin/python3 -I -c {shlex.quote(CALL)} {shlex.join(arguments)}")
-        assert told["exit_code"] == 0, told
-        status, answer = json.loads(told["stdout"])
+        status, answer = json.loads(await self.python(CALL, *arguments))
         return status, answer
 
     async def exec(self, task: str, command: str) -> Any:
@@ -100,9 +148,9 @@ async def release(
     valkey = node.load(node_images.valkey(tmp_path / "valkey.tar", VALKEY), VALKEY)
     programs = tools.find()
     assert programs is not None
-    small = {"cpu": 0.1, "memory": "128Mi", "disk": "64Mi", "isolation": "gvisor", "pool": {"min": 1, "max": 4}}
+    small = {"cpu": 0.1, "memory": "128Mi", "disk": "64Mi", "isolation": "gvisor", "pool": {"min": 1, "max": 2}}
     values = {
-        "manager": {"image": manager},
+        "manager": {"image": manager, "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}}},
         "redis": {"image": valkey, "storageClass": STORAGE, "size": "64Mi"},
         "objects": {"volume": {"storageClass": STORAGE, "size": "64Mi"}},
         "sandboxImage": executor,
@@ -156,7 +204,16 @@ async def caller_in(admin: KubeApi, namespace: str, image: str) -> Caller:
     pod = executor_pod("caller", terminationGracePeriodSeconds=1)
     pod["spec"]["containers"][0]["image"] = image
     await admin.create(f"/api/v1/namespaces/{namespace}/pods", pod)
-    return Caller(await pod_that(admin, namespace, "caller", "is ready"))
+    made = await pod_that(admin, namespace, "caller", "is ready")
+    await put_archive(made, SDK, Path(sojourn.__file__).parent)
+    return Caller(made)
+
+
+async def times_of(caller: Caller, task: str) -> tuple[float, float]:
+    """Seconds that a task's commands take by the SDK, one after the other: the middle one and the slowest."""
+    told = await caller.python(TIMES, GATEWAY, caller.key, task)
+    middle, slowest = json.loads(told)
+    return middle, slowest
 
 
 async def test_a_release_on_a_real_node_keeps_a_tasks_commands_in_one_pod_until_its_end(
@@ -194,16 +251,50 @@ async def test_a_release_on_a_real_node_keeps_a_tasks_commands_in_one_pod_until_
     # The policies hold meanwhile: nobody but a manager reaches the sandbox, which reaches no manager.
     place = pod["status"]["podIP"]
     knock = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"
-    told = await run(caller.pod, f"/opt/sojourn/bin/python3 -I -c {shlex.quote(knock)} {place} 8080")
+    told = await run(caller.pod, f"{PYTHON} -I -c {shlex.quote(knock)} {place} 8080")
     assert "TimeoutError" in told["stderr"], told
     for manager in managers:
-        out = await caller.exec(
-            "job", f"/opt/sojourn/bin/python3 -I -c {shlex.quote(knock)} {manager['status']['podIP']} 8780"
-        )
+        out = await caller.exec("job", f"{PYTHON} -I -c {shlex.quote(knock)} {manager['status']['podIP']} 8780")
         assert "TimeoutError" in out["stderr"], out
+
+    # One sandbox's storm of connections gets nowhere, and its neighbour's commands go on.
+    alone = await times_of(caller, "other")
+    gateway = await admin.get(f"/api/v1/namespaces/{NAMESPACE}/services/sandbox-gateway")
+    neighbour = await admin.get(f"/api/v1/namespaces/{JOBS}/pods/{other['pod_id']}")
+    places = [(manager["status"]["podIP"], 8780) for manager in managers]
+    places += [(gateway["spec"]["clusterIP"], 8780), (neighbour["status"]["podIP"], 8080)]
+    storm = f"{PYTHON} -I -c {shlex.quote(STORM)} {shlex.quote(json.dumps(places))} {STORM_SEC}"
+    storming = asyncio.create_task(caller.exec("job", storm))
+    beside = await times_of(caller, "other")
+    tried, accepted = json.loads((await storming)["stdout"])
+    assert tried > 1000
+    assert accepted == 0
+    assert beside[1] < 2 * alone[1] + 2
+    sys.stdout.write(f"commands beside {tried} connections that a sandbox tried: {beside} s, alone: {alone} s\n")
 
     for task in ("job", "other"):
         assert (await caller.call("DELETE", f"/sandbox/task/{task}"))[0] == 204
     after = await caller.exec("job", "ls")
     assert after["stdout"] == ""
+    assert (await caller.call("DELETE", "/sandbox/task/job"))[0] == 204
+
+    # Both managers are replaced while commands run and new tasks come, by way of the Service: no call fails.
+    work = asyncio.create_task(caller.python(AGENTS, GATEWAY, caller.key))
+
+    async def under_way() -> bool:
+        assert not work.done(), work.result()
+        return bool((await run(caller.pod, "ls under-way"))["exit_code"] == 0)
+
+    await until_async(under_way, "every kind of call has been answered", 240)
+    changed = {**values, "settings": {**values["settings"], "idle_ttl_sec": 1234}}
+    await asyncio.to_thread(helm, "upgrade", "s", str(CHART), "--namespace", NAMESPACE, *WAIT, values=changed)
+    before = {manager["metadata"]["name"] for manager in managers}
+
+    async def only_new() -> bool:
+        found = await admin.list(f"/api/v1/namespaces/{NAMESPACE}/pods", labelSelector=MANAGERS)
+        return not before & {manager["metadata"]["name"] for manager in found}
+
+    await until_async(only_new, "the managers of before are gone")
+    await run(caller.pod, "touch over")
+    sys.stdout.write(f"an upgrade under calls, none of which failed: {await work}\n")
     await asyncio.to_thread(helm, "test", "s", "--namespace", NAMESPACE, "--timeout", "240s")

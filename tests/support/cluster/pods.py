@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import tarfile
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -32,14 +35,34 @@ def executor_pod(name: str, **spec: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "labels": {"sojourn/state": "idle"}}, "spec": {**own, **spec}}
 
 
+async def put_archive(pod: dict[str, Any], path: str, directory: Path) -> None:
+    """A copy of a directory at a path in the workspace of an `executor_pod`."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(directory, directory.name)
+    async with (
+        _calling(pod, "") as session,
+        session.put(_url(pod, 8080, "archive"), params={"path": path}, data=packed.getvalue()) as answer,
+    ):
+        assert answer.status == 201, await answer.text()
+
+
 async def run(pod: dict[str, Any], command: str, *, port: int = 8080, token: str = "") -> dict[str, Any]:
     """What the executor of an `executor_pod`, or of one with another token, answers to one command."""
-    name, ip = pod["metadata"]["name"], pod["status"]["podIP"]
-    headers = {"Authorization": f"Bearer {token or pod_token(SECRET, name)}", "Sandbox-Pod": name}
     async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.post(f"http://{ip}:{port}/v1/exec", json={"command": command}) as answer,
+        _calling(pod, token) as session,
+        session.post(_url(pod, port, "exec"), json={"command": command}) as answer,
     ):
         body: dict[str, Any] = await answer.json()
         assert answer.status == 200, body
         return body
+
+
+def _calling(pod: dict[str, Any], token: str) -> aiohttp.ClientSession:
+    name = pod["metadata"]["name"]
+    headers = {"Authorization": f"Bearer {token or pod_token(SECRET, name)}", "Sandbox-Pod": name}
+    return aiohttp.ClientSession(headers=headers)
+
+
+def _url(pod: dict[str, Any], port: int, call: str) -> str:
+    return f"http://{pod['status']['podIP']}:{port}/v1/{call}"
