@@ -55,7 +55,7 @@ async def gvisor(node: RealNode, admin: KubeApi) -> AsyncIterator[str]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("isolation", ["namespaces", "gvisor"])
+@pytest.mark.parametrize("isolation", ["namespaces", "user namespace", "gvisor"])
 @pytest.mark.parametrize("tier", ["split", "single"])
 async def test_a_pod_of_the_provider_runs_commands_without_any_right_on_a_real_node(
     tier: Literal["split", "single"],
@@ -69,9 +69,11 @@ async def test_a_pod_of_the_provider_runs_commands_without_any_right_on_a_real_n
 ) -> None:
     archive: Path = request.getfixturevalue("archive")  # made only where there is a node for it
     image = node.load(archive, NAME)
-    cluster = ClusterPod(tier=tier, runtime_class=gvisor if isolation == "gvisor" else None)
+    in_gvisor, nobody = isolation == "gvisor", isolation == "user namespace"
+    cluster = ClusterPod(tier=tier, runtime_class=gvisor if in_gvisor else None, user_namespace=nobody)
     profile = Profile(
-        name="real", image=image, isolation=isolation, cpu=1.0, memory_bytes=256 << 20, cluster=cluster
+        name="real", image=image, isolation="gvisor" if in_gvisor else "namespaces", cpu=1.0, memory_bytes=256 << 20,
+        cluster=cluster,
     )  # fmt: skip
     async with opened(manager_account) as provider:
         pod = await provider.create(profile, "p1", idle_labels(profile), {})
@@ -91,9 +93,9 @@ async def test_a_pod_of_the_provider_runs_commands_without_any_right_on_a_real_n
             of_image = await run(pod, "git init -q made && ls -A made; . /etc/os-release; echo $ID; echo $HOME")
             assert of_image["stdout"] == ".git\ndebian\n/home/sandbox\n", of_image
             kernel = (await run(pod, "cat /proc/version"))["stdout"]
-            assert ("gvisor" in kernel, kernel == Path("/proc/version").read_text()) == (
-                (True, False) if isolation == "gvisor" else (False, True)
-            )
+            assert ("gvisor" in kernel, kernel == Path("/proc/version").read_text()) == (in_gvisor, not in_gvisor)
+            on_node = (await run(pod, "cat /proc/self/uid_map"))["stdout"].split()[1]
+            assert (on_node != "0") == nobody, on_node  # whom the pod's root is outside
             ended = await run(pod, "sleep 1000 & (setsid sleep 1000 &); sleep 1000", timeout_sec=1)
             assert ended["timed_out"], ended
             left = await run(pod, "cat note; ps; head -c 5000000 /dev/zero | tr '\\0' x", max_output_bytes=1 << 20)

@@ -142,7 +142,7 @@ def missing() -> str:
     """What this machine lacks; empty where nothing is known to be."""
     if os.geteuid() != 0:
         return "root"
-    needed = ("runc", "ip", "unshare", "iptables-legacy")
+    needed = ("ip", "unshare", "iptables-legacy")
     programs = [name for name in needed if shutil.which(name) is None]
     programs += [f"{_CNI}/{name}" for name in ("ptp", "host-local", "loopback") if not (_CNI / name).exists()]
     return ", ".join(programs)
@@ -155,6 +155,7 @@ async def real_node(plane: ControlPlane, api: KubeApi, programs: Sequence[Path])
     # /var/tmp: containers' file systems cannot lie on a tmpfs everywhere.
     async with contextlib.AsyncExitStack() as stack:
         at = stack.enter_context(run_directory(_DIRECTORY, _PARENT))
+        at.chmod(0o711)  # the root of a pod with a user namespace is somebody else, who has to get to its files
         _remove_left_behind()
         link, cgroup = (prefix + at.name.removeprefix(f"{_DIRECTORY}-") for prefix in (_LINK, _CGROUP))
         network = NodeNetwork.choose(link, plane)

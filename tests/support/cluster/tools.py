@@ -65,6 +65,8 @@ RUNTIME: Final = Tools(
     "no_btrfs,no_zfs,no_devmapper",
     cgo=False,
 )
+# Debian's is too old for pods with a user namespace of their own.
+RUNC: Final = Tools("runc", _CLUSTER / "runc", {"runc": "github.com/opencontainers/runc"}, "seccomp", cgo=True)
 # Holds its NetworkPolicies.
 POLICIES: Final = Tools(
     "kube-network-policies",
@@ -82,7 +84,7 @@ GVISOR: Final = Tools(
     cgo=False,
     replaced={("github.com/containerd/containerd/v2", "pkg/sys/oom_linux.go"): "oom_linux.go"},
 )
-NODE: Final = (KUBELET, RUNTIME, POLICIES, PROXY, GVISOR)
+NODE: Final = (KUBELET, RUNTIME, RUNC, POLICIES, PROXY, GVISOR)
 # Where the Go command names a program after its directory.
 _BUILT_AS: Final = {"server": "etcd", "cmd": "kube-network-policies", "shim": "containerd-shim-runsc-v1"}
 
