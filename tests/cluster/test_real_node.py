@@ -10,10 +10,11 @@ from typing import Any, Literal
 import aiohttp
 import pytest
 
+from images.bundle.build import build
 from manager.model import ClusterPod, Pod, Profile
 from manager.providers.kubernetes.pod import SPLIT_CAPABILITIES
 from manager.services.pool import idle_labels
-from tests.support.cluster import debian
+from tests.support.cluster import debian, node_images
 from tests.support.cluster.accounts import Account
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.provider import opened
@@ -22,6 +23,8 @@ from tests.support.cluster.waiting import pod_gone
 from tests.support.local_pods import token_for
 
 NAME = "test.invalid/sojourn/base:12"
+BARE = "test.invalid/sojourn/bare:1"
+EXECUTOR = "test.invalid/sojourn/executor:1"
 # Of linux/capability.h.
 NUMBERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "KILL": 5, "SETGID": 6, "SETUID": 7}
 
@@ -102,6 +105,47 @@ async def test_a_pod_of_the_provider_runs_commands_without_any_right_on_a_real_n
             assert left["stdout"].startswith("kept\n")
             assert "sleep 1000" not in left["stdout"]
             assert left["stdout_bytes"] > 5_000_000
+        finally:
+            await provider.delete("p1")
+        await pod_gone(admin, namespace, "p1")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The executor as one directory, as `make bundle` makes it."""
+    return build(tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("isolation", ["namespaces", "gvisor"])
+@pytest.mark.parametrize("tier", ["split", "single"])
+async def test_an_image_without_the_executor_has_it_copied_in_and_cannot_change_it(
+    tier: Literal["split", "single"],
+    isolation: str,
+    node: RealNode,
+    admin: KubeApi,
+    namespace: str,
+    manager_account: Account,
+    gvisor: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    bundled: Path = request.getfixturevalue("bundle")
+    image = node.load(node_images.bare(tmp_path / "bare.tar", BARE), BARE)
+    executor = node.load(node_images.executor(tmp_path / "executor.tar", EXECUTOR, bundled), EXECUTOR)
+    runtime_class = gvisor if isolation == "gvisor" else None
+    cluster = ClusterPod(tier=tier, runtime_class=runtime_class, executor_image=executor)
+    profile = Profile(
+        name="bare", image=image, isolation=isolation, cpu=1.0, memory_bytes=256 << 20, cluster=cluster
+    )  # fmt: skip
+    async with opened(manager_account) as provider:
+        pod = await provider.create(profile, "p1", idle_labels(profile), {})
+        try:
+            told = await run(pod, "id -u; echo kept >note && cat note; echo x >>/opt/sojourn/sojourn-executor")
+            assert told["stdout"] == "1000\nkept\n", told
+            assert "Read-only file system" in told["stderr"], told
+            first = await run(pod, "ls /copy /opt/sojourn/sojourn-executor")
+            assert first["stdout"] == "/opt/sojourn/sojourn-executor\n", first
         finally:
             await provider.delete("p1")
         await pod_gone(admin, namespace, "p1")

@@ -23,6 +23,11 @@ def pause(at: Path, name: str) -> Path:
     return _archive(at, name, [], ["/bin/sleep", "inf"])
 
 
+def bare(at: Path, name: str) -> Path:
+    """An image with a shell and a user `sandbox`, and no executor."""
+    return _archive(at, name, [], ["/bin/sh"])
+
+
 def executor(at: Path, name: str, bundle: Path) -> Path:
     """An image with the executor, as the directory `bundle`, in /opt/sojourn."""
     entries: list[Entry] = [directory("opt"), directory("opt/sojourn")]
