@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import stat
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
@@ -23,10 +24,12 @@ BACKLOG: Final = 4096
 # What a command leaves is an outcome, kept for an hour, and hardly ever a cycle: Python's usual 700, 10, 10 spend
 # a seventh of the work for a command on looking.
 LOOK_FOR_GARBAGE: Final = (10_000, 20, 20)
+TERMINATED: Final = 128 + signal.SIGTERM
 
 
 async def serve(config: ExecutorConfig, env: dict[str, str], stop: asyncio.Event) -> int:
-    """Until `stop` or until the lease is over. The process's exit code. Raises BadConfig, OSError."""
+    """Until `stop` or until the lease is over. The process's exit code: 0 where the lease was over, TERMINATED where it
+    was asked to end: a kubelet that evicts a pod says so only where its container fails. Raises BadConfig, OSError."""
     why: list[str] = []
 
     def ended(reason: str) -> None:
@@ -59,7 +62,7 @@ async def serve(config: ExecutorConfig, env: dict[str, str], stop: asyncio.Event
         log.info("executor_ready", extra={"where": where, "tier": core.users.tier, "pid": os.getpid()})
         await stop.wait()
         log.info("executor_stopping", extra={"why": why[0] if why else "signal"})
-    return 0
+    return 0 if why else TERMINATED
 
 
 async def _listen(config: ExecutorConfig, front: Front) -> tuple[asyncio.Server, str]:

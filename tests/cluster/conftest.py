@@ -178,3 +178,12 @@ async def node(own_plane: ControlPlane, admin: KubeApi) -> AsyncIterator[RealNod
         pytest.fail("a real node needs its programs: run `SOJOURN_REAL_NODE=1 make test-cluster`", pytrace=False)
     async with real_node(own_plane, admin, found) as made:
         yield made
+
+
+@pytest.fixture
+async def gvisor(node: RealNode, admin: KubeApi) -> AsyncIterator[str]:
+    """The name of a RuntimeClass whose pods run in gVisor."""
+    classes, name = "/apis/node.k8s.io/v1/runtimeclasses", f"gvisor-{secrets.token_hex(4)}"
+    await admin.create(classes, {"metadata": {"name": name}, "handler": "runsc"})
+    yield name
+    await admin.delete(f"{classes}/{name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,31 +11,28 @@ from functools import partial
 import msgspec
 import pytest
 
-from executor.wire import ExecRequest
 from manager.errors import (
     CapacityExhausted,
     ImagePullFailed,
     IsolationUnavailable,
-    ManagerError,
     OutcomeUnknown,
     SandboxGone,
     WorkspaceAttaching,
 )
-from manager.model import Binding, BindingState, Pod, Profile
+from manager.model import Binding, Pod, Profile
 from manager.providers.base import PodEvent
 from manager.providers.kubernetes.provider import KubernetesProvider
-from manager.services.core import Services
 from manager.services.pool import idle_labels
 from manager.services.tasks import TaskExecAnswer
 from tests.support.cluster.accounts import Account
 from tests.support.cluster.api import KubeApi
+from tests.support.cluster.commands import WAIT_SEC, ended, run, running_in
 from tests.support.cluster.node_agent import NodeAgent, OpenAgent
 from tests.support.cluster.provider import IMAGE, SMALL, manager, opened
 from tests.support.cluster.waiting import pod_gone, until
 from tests.support.memory_store import MemoryStore
-from tests.support.world import ACME, principal
+from tests.support.world import ACME
 
-WAIT_SEC = 60.0
 SOON_SEC = 10.0  # in which a caller is told
 
 
@@ -293,30 +289,11 @@ async def test_a_command_whose_pod_is_taken_away_is_told_why_within_ten_seconds_
             else:
                 assert isinstance(told, OutcomeUnknown), told
             previous = end.__name__
-            async with asyncio.timeout(WAIT_SEC):  # the node's word may come after the container's end
-                while (found := await services.sandboxes.find(ACME, "t")) and found.state is not BindingState.ENDED:
-                    await asyncio.sleep(0.05)
+            found = await ended(services)
         assert found is not None
         assert found.ended is not None
         assert found.ended.reason == "node_lost"
         await agent.recover(node)
-
-
-async def running_in(services: Services, running: asyncio.Task[TaskExecAnswer]) -> Binding:
-    """The sandbox of the task `t` once its executor says that a command runs."""
-    async with asyncio.timeout(WAIT_SEC):
-        while True:
-            assert not running.done(), running.result()
-            found = await services.sandboxes.find(ACME, "t")
-            if found is not None and found.state is BindingState.BOUND:
-                with contextlib.suppress(ManagerError):
-                    if (await services.client.lease(services.sandboxes.bound_of(found).pod)).running:
-                        return found
-            await asyncio.sleep(0.05)
-
-
-async def run(services: Services, task_id: str, command: str) -> TaskExecAnswer:
-    return await services.tasks.exec(principal(ACME), task_id, ExecRequest(command=command))
 
 
 async def test_a_workspace_on_a_volume_of_its_own_goes_with_its_pod(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,15 +44,6 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if lacking := debian.missing():
         pytest.fail(lacking, pytrace=False)
     return debian.base_image(tmp_path_factory.mktemp("image"), NAME)
-
-
-@pytest.fixture
-async def gvisor(node: RealNode, admin: KubeApi) -> AsyncIterator[str]:
-    """The name of a RuntimeClass whose pods run in gVisor."""
-    classes, name = "/apis/node.k8s.io/v1/runtimeclasses", f"gvisor-{secrets.token_hex(4)}"
-    await admin.create(classes, {"metadata": {"name": name}, "handler": "runsc"})
-    yield name
-    await admin.delete(f"{classes}/{name}")
 
 
 @pytest.mark.root

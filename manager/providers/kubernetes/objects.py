@@ -7,6 +7,7 @@ anybody sees them.
 from __future__ import annotations
 
 import re
+import signal
 from datetime import UTC, datetime
 from typing import Final
 
@@ -30,6 +31,7 @@ _STATUS_REASONS: Final = {
     "Evicted": "evicted", "Preempting": "evicted", "Terminated": "evicted", "NodeShutdown": "evicted",
     "NodeLost": "node_lost",
 }  # fmt: skip
+_IN_ORDER: Final = (0, 128 + signal.SIGTERM)  # the executor's exit codes
 _VOLUME_WORDS: Final = ("persistentvolumeclaim", "volume")
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}\Z")
 _WORDS: Final = 500  # characters of a message
@@ -215,7 +217,8 @@ def reason_of(seen: PodObject) -> str:
     if known := _STATUS_REASONS.get(seen.status.reason or ""):
         return known
     ends = [container.state.terminated for container in seen.status.container_statuses or ()]
-    if any(end is not None and end.reason == "OOMKilled" for end in ends):
+    # A container that has outlived a command which was killed for memory ends as OOMKilled too, whenever it does.
+    if any(end is not None and end.reason == "OOMKilled" and end.exit_code not in _IN_ORDER for end in ends):
         return "oom"
     if seen.deleting:
         return "destroyed"

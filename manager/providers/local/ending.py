@@ -80,7 +80,7 @@ def reason_of(store: PodStore, record: PodRecord, *, deleted: bool) -> str:
         return "destroyed"
     code = _exit_code(store, record)
     # Under gVisor the kernel kills the pod as a whole; runsc then has a code of its own, if it tells one in time.
-    killed = code != 0 if record.isolation == "gvisor" else code == 128 + signal.SIGKILL
+    killed = code not in (0, 128 + signal.SIGTERM) if record.isolation == "gvisor" else code == 128 + signal.SIGKILL
     if killed and cgroups.oom_kills(record.cgroups) > 0:
         return "oom"
     # The executor ends itself in order when its lease has run out; anything else ends it otherwise.

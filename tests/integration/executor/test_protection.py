@@ -236,7 +236,7 @@ async def test_no_command_outlives_its_executor(started: ExecutorProcess, number
                 await until(lambda mark=mark: len(processes_with(mark)) >= len(ESCAPES), "they run")  # type: ignore[misc]
                 process.process.send_signal(number)
                 code = await asyncio.to_thread(process.process.wait, 30)
-                assert code == (0 if number is signal.SIGTERM else -9)
+                assert code == (128 + number if number is signal.SIGTERM else -number)
                 await asyncio.gather(*running, return_exceptions=True)
             await until(lambda mark=mark: not processes_with(mark), "all have ended")  # type: ignore[misc]
 

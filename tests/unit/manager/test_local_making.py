@@ -145,6 +145,7 @@ def begin(store: PodStore, record: PodRecord) -> None:
     ('{"child-pid": 7}\n{"exit-code": 137}', 0, "lost"),
     ('{"child-pid": 7}\n{"exit-code": 0}', 1, "expired"),
     ('{"child-pid": 7}\n{"exit-code": 1}', 1, "lost"),
+    ('{"child-pid": 7}\n{"exit-code": 143}', 1, "lost"),
     ('{"child-pid": 7}', 1, "lost"),
     ("no json", 1, "lost"),
 ])  # fmt: skip
