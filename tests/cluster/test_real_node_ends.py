@@ -1,4 +1,4 @@
-"""How pods end on a real node, and what whoever waits for a command in them is told."""
+"""How pods end on a real node, or do not begin, and what whoever waits for them is told."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from images.bundle.build import build
-from manager.errors import SandboxGone
+from manager.errors import ImagePullFailed, SandboxGone
 from manager.model import ClusterPod, Profile
 from manager.providers.base import PodEvent
+from manager.services.pool import idle_labels
 from manager.services.tasks import TaskExecAnswer
 from tests.support.cluster import node_images
 from tests.support.cluster.accounts import Account
 from tests.support.cluster.api import KubeApi
 from tests.support.cluster.commands import WAIT_SEC, ended, run, running_in
-from tests.support.cluster.provider import manager
+from tests.support.cluster.provider import manager, opened
 from tests.support.cluster.real_node import RealNode
+from tests.support.cluster.waiting import pod_gone
 from tests.support.memory_store import MemoryStore
 
 NAME = "test.invalid/sojourn/executor:1"
@@ -88,3 +90,14 @@ async def test_a_command_whose_pod_the_node_ends_is_told_why_within_ten_seconds_
             assert (again.result.stdout, again.facts.provisioned) == ("on\n", "cold"), again
             assert again.facts.previous is not None
             assert again.facts.previous.reason == wanted
+
+
+async def test_an_image_that_the_node_cannot_pull_is_told_in_its_words_and_leaves_no_pod(
+    node: RealNode, admin: KubeApi, manager_account: Account
+) -> None:
+    image = "test.invalid/sojourn/nowhere@sha256:" + "ab" * 32
+    profile = Profile(name="real", image=image, cpu=0.1, memory_bytes=64 << 20, cluster=ClusterPod())
+    async with opened(manager_account) as provider:
+        with pytest.raises(ImagePullFailed, match=r"ErrImagePull.*test\.invalid/sojourn/nowhere"):
+            await provider.create(profile, "p1", idle_labels(profile), {})
+        await pod_gone(admin, manager_account.namespace, "p1")
