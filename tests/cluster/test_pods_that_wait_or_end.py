@@ -26,7 +26,7 @@ from manager.services.pool import idle_labels
 from manager.services.tasks import TaskExecAnswer
 from tests.support.cluster.accounts import Account
 from tests.support.cluster.api import KubeApi
-from tests.support.cluster.commands import WAIT_SEC, ended, run, running_in
+from tests.support.cluster.commands import WAIT_SEC, ended, ends_told, run, running_in
 from tests.support.cluster.node_agent import NodeAgent, OpenAgent
 from tests.support.cluster.provider import IMAGE, SMALL, manager, opened
 from tests.support.cluster.waiting import pod_gone, until
@@ -263,13 +263,7 @@ async def test_a_command_whose_pod_is_taken_away_is_told_why_within_ten_seconds_
         await agent.lose(node)  # its pods are silent, but no connection breaks
 
     async with manager(manager_account, MemoryStore(), "m1", profile=profile, silent=False) as (services, _):
-        told_at: dict[str, float] = {}
-
-        def noted(event: PodEvent) -> None:
-            if event.gone:
-                told_at.setdefault(event.pod.name, time.monotonic())
-
-        services.watches["here"].listen(noted)
+        told_at = ends_told(services)
         previous: str | None = None
         found: Binding | None = None
         for end in (evicted, oom, destroyed, node_lost):

@@ -11,13 +11,12 @@ import pytest
 from images.bundle.build import build
 from manager.errors import ImagePullFailed, SandboxGone
 from manager.model import ClusterPod, Profile
-from manager.providers.base import PodEvent
 from manager.services.pool import idle_labels
 from manager.services.tasks import TaskExecAnswer
 from tests.support.cluster import node_images
 from tests.support.cluster.accounts import Account
 from tests.support.cluster.api import KubeApi
-from tests.support.cluster.commands import WAIT_SEC, ended, run, running_in
+from tests.support.cluster.commands import WAIT_SEC, ended, ends_told, run, running_in
 from tests.support.cluster.provider import manager, opened
 from tests.support.cluster.real_node import RealNode
 from tests.support.cluster.waiting import pod_gone
@@ -62,13 +61,7 @@ async def test_a_command_whose_pod_the_node_ends_is_told_why_within_ten_seconds_
     if in_gvisor:  # its kernel is what has the memory, and is killed
         ends.append((TOO_MUCH_MEMORY, by_itself, "oom"))
     async with manager(manager_account, MemoryStore(), "m1", profile=profile, silent=False) as (services, _):
-        told_at: dict[str, float] = {}
-
-        def noted(event: PodEvent) -> None:
-            if event.gone:
-                told_at.setdefault(event.pod.name, time.monotonic())
-
-        services.watches["here"].listen(noted)
+        told_at = ends_told(services)
         if not in_gvisor:  # the kernel takes the command that has the memory, and nothing else
             answer = await run(services, "t", TOO_MUCH_MEMORY)
             assert answer.result.reason == "oom_killed", answer

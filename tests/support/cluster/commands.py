@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Final
 
 from executor.wire import ExecRequest
 from manager.errors import ManagerError
 from manager.model import Binding, BindingState
+from manager.providers.base import PodEvent
 from manager.services.core import Services
 from manager.services.tasks import TaskExecAnswer
 from tests.support.world import ACME, principal
@@ -39,3 +41,15 @@ async def ended(services: Services) -> Binding:
         while (found := await services.sandboxes.find(ACME, "t")) is None or found.state is not BindingState.ENDED:
             await asyncio.sleep(0.05)
     return found
+
+
+def ends_told(services: Services) -> dict[str, float]:
+    """When (monotonic) the watch tells of the end of which pod, from now on."""
+    told: dict[str, float] = {}
+
+    def noted(event: PodEvent) -> None:
+        if event.gone:
+            told.setdefault(event.pod.name, time.monotonic())
+
+    services.watches["here"].listen(noted)
+    return told
