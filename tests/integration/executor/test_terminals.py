@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -488,7 +489,7 @@ async def test_the_pods_end_ends_its_terminals(fresh_executor: FreshExecutor) ->
                 await socket.to_end()
             assert socket.exit is not None
             assert socket.exit.reason == "cancelled"
-        assert await asyncio.to_thread(process.process.wait, 30) == 0
+        assert await asyncio.to_thread(process.process.wait, 30) == 128 + signal.SIGTERM
 
 
 async def test_nothing_is_left_of_many_terminals(fresh_executor: FreshExecutor) -> None:
