@@ -228,7 +228,18 @@ async def test_deletion_leaves_no_process_cgroup_or_directory(provider: LocalPro
     assert runsc_processes(tmp_path) == []
 
 
-async def test_the_executors_own_end_in_order_is_an_expired_lease(provider: LocalProvider, tmp_path: Path) -> None:
+async def test_the_executors_own_end_when_its_time_is_over_is_told_as_such(
+    provider: LocalProvider, open_provider: Open, tmp_path: Path
+) -> None:
+    short = open_provider(tmp_path / "short", unclaimed_sec=5.0)
+    await short.create(GVISOR, "p1", {}, {})
+    assert await (await reason_of_end(short, "p1")) == "expired"
+    await until(lambda: nothing_left(tmp_path / "short", "p1"), "nothing is left")
+
+
+async def test_an_executor_that_was_asked_to_end_by_a_signal_has_not_expired(
+    provider: LocalProvider, tmp_path: Path
+) -> None:
     await provider.create(GVISOR, "p1", {}, {})
     ended = await reason_of_end(provider, "p1")
     record = provider._store.read("p1")
@@ -238,7 +249,7 @@ async def test_the_executors_own_end_in_order_is_an_expired_lease(provider: Loca
     home = tmp_path / "pods" / "p1"
     command = [found.gvisor.path, "--root", str(home / "runsc"), "kill", gvisor.container_id(home), "TERM"]
     await asyncio.to_thread(subprocess.run, command, check=True, timeout=30)
-    assert await ended == "expired"
+    assert await ended == "lost"
     await until(lambda: nothing_left(tmp_path, "p1"), "nothing is left")
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -377,16 +378,31 @@ async def test_the_death_of_an_executor_is_noticed_and_its_leftovers_are_removed
     await until(lambda: nothing_left(tmp_path, "p1"), "the leftovers are gone")
 
 
-async def test_a_pod_that_ended_itself_in_order_has_expired(provider: LocalProvider, tmp_path: Path) -> None:
+async def test_a_pod_that_ended_itself_when_its_time_was_over_has_expired(open_provider: Open, tmp_path: Path) -> None:
+    short = open_provider(tmp_path / "data", unclaimed_sec=3.0)
+    await skip_without_isolation(short)
+    await short.create(FREE, "p1", {}, {})
+    assert await end_of(short) == "expired"
+
+
+async def test_a_pod_whose_executor_was_asked_to_end_by_a_signal_has_not_expired(
+    provider: LocalProvider, tmp_path: Path
+) -> None:
     await provider.create(FREE, "p1", {}, {})
     inner = record_of(tmp_path, "p1").inner
     assert inner is not None
+    assert await end_of(provider, lambda: os.kill(inner.pid, signal.SIGTERM)) == "lost"
+
+
+async def end_of(provider: LocalProvider, end: Callable[[], None] = lambda: None) -> str:
+    """The reason that the watch tells of its only pod's end; `end` brings it about once the watch has seen the pod."""
     events = provider.watch()
-    await anext(events)
-    os.kill(inner.pid, signal.SIGTERM)
     async with asyncio.timeout(WAIT_SEC):
+        assert not (await anext(events)).gone
+        end()
         event = await anext(events)
-    assert (event.gone, event.reason) == (True, "expired")
+    assert event.gone
+    return event.reason
 
 
 async def test_a_pod_that_never_gets_ready_says_why_and_leaves_nothing(open_provider: Open, tmp_path: Path) -> None:
